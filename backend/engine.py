@@ -1,0 +1,246 @@
+"""The seam between the text half and whatever runs the model.
+
+An engine offers one way to run a request, `submit`, which calls back from any thread. Everything else that callers want
+(an iterator, an async iterator, a batch, warming chunks) is derived from it here, once, for every engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from lazyrag.types import ChunkId, Reuse, Segment
+
+MODES = ("exact", "lazy", "lazy-prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to generate. `temperature=0` is greedy. `json_schema` constrains the answer (vLLM's guided decoding)."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    json_schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, already tokenised, in its own (logical) order.
+
+    Attributes:
+        segments: the reusable runs of `token_ids`, ordered, disjoint; at least one literal token follows the last.
+        prefix_len: see `PromptPlan`.
+        namespace: tenant; KV is never shared between namespaces. Empty: the default namespace.
+    """
+
+    token_ids: Sequence[int]
+    segments: Sequence[Segment] = ()
+    prefix_len: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became known since the last delta.
+
+    Attributes:
+        text, token_ids: newly generated.
+        logprobs: for each new token {token id: log-probability}, if asked for.
+        finish_reason: None until the last delta, then "stop", "length" or "abort".
+        reuse: set on the last delta.
+        ttft_s: seconds from `submit` to the first token; set on the last delta.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Mapping[int, float], ...] = ()
+    finish_reason: str | None = None
+    reuse: Reuse | None = None
+    ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the text half must know of an engine; all constant while it lives.
+
+    Attributes:
+        tokenizer: folder with tokenizer.json and tokenizer_config.json.
+        mode: one of `MODES`.
+        max_model_len: tokens of prompt and answer together.
+        kv_bytes_per_token: over all layers, K and V.
+        fingerprint: of model weights, tokenizer, dtype, RoPE and KV format; KV with another one is not usable.
+    """
+
+    model: str
+    tokenizer: str
+    mode: str
+    max_model_len: int
+    block_size: int
+    kv_bytes_per_token: int
+    fingerprint: str
+
+
+Event: TypeAlias = Delta | Exception
+Deliver: TypeAlias = Callable[[Event], None]
+Cancel: TypeAlias = Callable[[], None]
+
+
+class Engine(Protocol):
+    """Runs requests. Thread-safe: `submit` may be called from any thread or event loop."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, request: Request, deliver: Deliver) -> Cancel:
+        """Start a request and return at once.
+
+        `deliver` is called from the engine's thread with every `Delta` in order; the one with `finish_reason` is the last.
+        An exception (a `lazyrag.errors.EngineError`) is the last event, too. After cancel no further event is promised.
+        """
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start: requests, prompt_tokens, reused_tokens, chunks computed, loaded, saved, KV blocks."""
+        ...
+
+    def close(self) -> None:
+        """Stop; requests in flight get `EngineDeadError`. Idempotent."""
+        ...
+
+
+def stream(engine: Engine, request: Request) -> Iterator[Delta]:
+    """Yield the request's deltas as they come. Closing the iterator early cancels the request."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    cancel = engine.submit(request, events.put)
+    done = False
+    try:
+        while not done:
+            event = events.get()
+            if isinstance(event, Exception):
+                done = True
+                raise event
+            done = event.finish_reason is not None
+            yield event
+    finally:
+        if not done:
+            cancel()
+
+
+async def astream(engine: Engine, request: Request) -> AsyncIterator[Delta]:
+    """As `stream`, without blocking the caller's event loop."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def deliver(event: Event) -> None:
+        # The caller's loop may be gone (its task was cancelled and asyncio.run returned): nobody waits for the event then.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    cancel = engine.submit(request, deliver)
+    done = False
+    try:
+        while not done:
+            event = await events.get()
+            if isinstance(event, Exception):
+                done = True
+                raise event
+            done = event.finish_reason is not None
+            yield event
+    finally:
+        if not done:
+            cancel()
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> list[Delta | Exception]:
+    """Run requests together; for each the sum of its deltas, or its error. Order is kept."""
+    results: list[Delta | Exception | None] = [None] * len(requests)
+    events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+    parts: list[list[Delta]] = [[] for _ in requests]
+    cancels: list[Cancel] = []
+    try:
+        for i, request in enumerate(requests):
+            cancels.append(engine.submit(request, lambda event, i=i: events.put((i, event))))  # type: ignore[misc]
+        missing = len(requests)
+        while missing:
+            i, event = events.get()
+            if isinstance(event, Exception):
+                results[i] = event
+                missing -= 1
+                continue
+            parts[i].append(event)
+            if event.finish_reason is not None:
+                results[i] = joined(parts[i])
+                missing -= 1
+    finally:
+        for i, cancel in enumerate(cancels):
+            if results[i] is None:
+                cancel()
+    return [result for result in results if result is not None]
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """One delta that says what all of them said, the last of which is final."""
+    last = deltas[-1]
+    return Delta(
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        logprobs=tuple(p for d in deltas for p in d.logprobs),
+        finish_reason=last.finish_reason,
+        reuse=last.reuse,
+        ttft_s=last.ttft_s,
+    )
+
+
+def warm(
+    engine: Engine,
+    chunks: Iterable[tuple[ChunkId, Sequence[int]]],
+    *,
+    tail: int,
+    prefix: Sequence[int] = (),
+    namespace: str = "",
+    batch: int = 16,
+) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+    """Make the engine hold (and keep, if it has tiers) the KV of chunks, `batch` of them in flight.
+
+    Each chunk is sent as an ordinary request `[prefix][chunk][tail]` with one token to generate, so warming is no special
+    case for the engine. Yields for each chunk its id and what was reused, or the error.
+
+    Args:
+        chunks: (chunk id, token ids) pairs.
+        tail: a literal token to stand behind the chunk (a prompt cannot end in a segment).
+        prefix: the engine's preamble (mode `lazy-prefix`).
+    """
+    group: list[tuple[ChunkId, Sequence[int]]] = []
+
+    def run() -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        one = Sampling(max_tokens=1, ignore_eos=True)
+        requests = [
+            Request(
+                [*prefix, *ids, tail],
+                (Segment(cid, len(prefix), len(ids)),),
+                prefix_len=len(prefix),
+                sampling=one,
+                namespace=namespace,
+            )
+            for cid, ids in group
+        ]
+        for (cid, _), result in zip(group, generate(engine, requests), strict=True):
+            yield cid, result if isinstance(result, Exception) else result.reuse or Reuse(0, 0)
+
+    for item in chunks:
+        group.append(item)
+        if len(group) == batch:
+            yield from run()
+            group.clear()
+    if group:
+        yield from run()

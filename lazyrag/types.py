@@ -1,0 +1,207 @@
+"""The nouns that every part of LazyRAG shares. No dependency but the standard library.
+
+Units: `start` and `end` count characters (Python `str` indices), half-open; `num_tokens` and token `start` count tokens;
+`page` counts from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import TypeAlias
+
+ChunkId: TypeAlias = str
+"""32 hex digits: BLAKE2b-128 of the chunk's canonical text (`chunk_id`)."""
+
+MetadataValue: TypeAlias = str | int | float | bool | None
+Metadata: TypeAlias = Mapping[str, MetadataValue]
+
+EMPTY: Metadata = MappingProxyType({})
+
+
+def canonical(text: str) -> str:
+    """A chunk's canonical text: outer whitespace belongs to the prompt around it, never to the chunk."""
+    return text.strip()
+
+
+def chunk_id(text: str) -> ChunkId:
+    """The id of the chunk with this text; metadata, document and position play no part in it."""
+    return blake2b(canonical(text).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+# ---------------------------------------------------------------- documents (filled by loaders and splitter)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A loaded document.
+
+    Attributes:
+        id: stable over runs; a changed text keeps it (a file's absolute path, a URL, a record's key).
+        text: the whole text.
+        source: what a citation shows (a path, a URL).
+        pages: the character offset at which each page starts, ascending, first 0; empty if the format has no pages.
+    """
+
+    id: str
+    text: str
+    source: str
+    title: str | None = None
+    metadata: Metadata = EMPTY
+    pages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a document with the place it came from: `document.text[start:end] == text`.
+
+    `text` is canonical. Two places with the same text are two `Chunk`s with one `id` and one KV.
+    """
+
+    id: ChunkId
+    text: str
+    num_tokens: int
+    document_id: str
+    source: str
+    start: int
+    end: int
+    page: int | None = None
+    title: str | None = None
+    metadata: Metadata = EMPTY
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A retrieved chunk. `score` is the cosine similarity to the query, higher is nearer."""
+
+    chunk: Chunk
+    score: float
+
+
+# ---------------------------------------------------------------- prompts (filled by segmenter and plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """A registered chunk found in a text, verified character by character: `text[start:end]` is its canonical text.
+
+    With `whole=False` the text shows only the chunk's first `end - start` characters.
+    """
+
+    chunk_id: ChunkId
+    start: int
+    end: int
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `[start, start + num_tokens)` of the logical prompt whose KV may be reused.
+
+    Attributes:
+        offset: index in the chunk of the segment's first token, a multiple of the engine's block size. The chunk's first
+            `offset` tokens then stand in the prompt right before `start`, as literal tokens.
+    """
+
+    chunk_id: ChunkId
+    start: int
+    num_tokens: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of the prompt that is tokenised by itself. The pieces' texts concatenate to the prompt.
+
+    Attributes:
+        chunk_id: the chunk that this text is, or None for literal text.
+        reuse: whether the engine may reuse the chunk's KV here.
+        reason: why not, if `chunk_id` is set and `reuse` is False; else empty.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    chunk_id: ChunkId | None = None
+    reuse: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What is sent to the engine for one prompt, in the prompt's own order.
+
+    Attributes:
+        prefix_len: the first `prefix_len` tokens are the preamble that chunks were computed behind (mode
+            `lazy-prefix`); else 0.
+    """
+
+    pieces: tuple[Piece, ...]
+    prefix_len: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces for token in piece.token_ids)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        out, start = [], 0
+        for piece in self.pieces:
+            if piece.chunk_id is not None and piece.reuse:
+                out.append(Segment(piece.chunk_id, start, len(piece.token_ids)))
+            start += len(piece.token_ids)
+        return tuple(out)
+
+    @property
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        return tuple(piece.chunk_id for piece in self.pieces if piece.chunk_id is not None)
+
+
+# ---------------------------------------------------------------- answers (filled by the engine)
+
+HBM, DISK, COMPUTED = "hbm", "disk", "computed"
+"""Where a segment's KV came from: resident in the engine's pool, loaded from disk, or computed for this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What one request reused and what it computed, reported by the scheduler.
+
+    Attributes:
+        prompt_tokens: tokens of the logical prompt, no padding.
+        reused_tokens: of these, tokens whose KV existed before the request came (chunk segments from `hbm` or `disk`,
+            and literal tokens that vLLM's own prefix cache held).
+        sources: for each segment of the request, in prompt order, one of `HBM`, `DISK`, `COMPUTED`.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    sources: tuple[str, ...] = ()
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.reused_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished generation.
+
+    Attributes:
+        finish_reason: "stop", "length" or "abort".
+        plan: the prompt as it was sent; None if the caller gave token ids.
+        ttft_s: seconds from submission to the first token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    reuse: Reuse
+    plan: PromptPlan | None = None
+    ttft_s: float | None = None
+    hits: tuple[Hit, ...] = field(default=())

@@ -104,8 +104,8 @@ class Engine(Protocol):
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """Start a request and return at once.
 
-        `deliver` is called from the engine's thread with every `Delta` in order; the one with `finish_reason` is the last.
-        An exception (a `lazyrag.errors.EngineError`) is the last event, too. After cancel no further event is promised.
+        `deliver` is called from the engine's thread with every `Delta` in order; the one with `finish_reason` is the
+        last. An exception (a `lazyrag.errors.EngineError`) is the last event, too. After cancel nothing more is promised.
         """
         ...
 
@@ -142,7 +142,7 @@ async def astream(engine: Engine, request: Request) -> AsyncIterator[Delta]:
     events: asyncio.Queue[Event] = asyncio.Queue()
 
     def deliver(event: Event) -> None:
-        # The caller's loop may be gone (its task was cancelled and asyncio.run returned): nobody waits for the event then.
+        # The caller's loop may be gone (its task was cancelled, asyncio.run returned): nobody waits for the event then.
         if not loop.is_closed():
             loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -212,13 +212,16 @@ def warm(
 ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
     """Make the engine hold (and keep, if it has tiers) the KV of chunks, `batch` of them in flight.
 
-    Each chunk is sent as an ordinary request `[prefix][chunk][tail]` with one token to generate, so warming is no special
-    case for the engine. Yields for each chunk its id and what was reused, or the error.
+    Each chunk is sent as an ordinary request `[prefix][chunk][tail]` with one token to generate, so warming is no
+    special case for the engine. Yields for each chunk its id and what was reused, or the error.
 
     Args:
+        engine: the engine to warm.
         chunks: (chunk id, token ids) pairs.
         tail: a literal token to stand behind the chunk (a prompt cannot end in a segment).
         prefix: the engine's preamble (mode `lazy-prefix`).
+        namespace: see `Request`.
+        batch: how many chunks are in flight at once.
     """
     group: list[tuple[ChunkId, Sequence[int]]] = []
 

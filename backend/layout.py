@@ -6,9 +6,9 @@ Logical order is the prompt's own; positions are counted in it. Physical order i
     physical    [ A A A pad | B B pad  |  preamble lit question generated ... ]
                  ^blk 0       ^blk 3     ^suffix_block
 
-All segments come first, in logical order, each padded to whole blocks: a contiguous computed prefix for vLLM. The suffix
-(every literal token in logical order, unpadded, then the generated tokens) is what the request computes itself. With j
-the index of a token inside the suffix:
+All segments come first, in logical order, each padded to whole blocks: a contiguous computed prefix for vLLM. The
+suffix (every literal token in logical order, unpadded, then the generated tokens) is what the request computes itself.
+With j the index of a token inside the suffix:
 
     suffix token j sees segment S     <=>   j >= S.visible_from
     true position of suffix token j    =    j + sum(S.num_tokens for S with S.visible_from <= j)
@@ -16,8 +16,8 @@ the index of a token inside the suffix:
     S.shift                            =    S.start - S.base
 
 `base` is the local position that the segment's first token had when it was computed: its index in its chunk, plus the
-length of the shared preamble if the chunk was computed behind it. K is stored rotated at local positions, so the score of
-a query at true position t is (R(-shift) q_t) . k, with q_t rotated at t.
+length of the shared preamble if the chunk was computed behind it. K is stored rotated at local positions, so the score
+of a query at true position t is (R(-shift) q_t) . k, with q_t rotated at t.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lazyrag.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A reusable run of the logical prompt: tokens [start, start + num_tokens); `offset` as in `lazyrag.types.Segment`."""
+    """A reusable run of the logical prompt: tokens [start, start + num_tokens); `offset` as in `types.Segment`."""
 
     start: int
     num_tokens: int
@@ -99,8 +99,11 @@ class Layout:
         block = seen = 0
         visible_from = 0
         for s in self.segments:
-            assert s.num_tokens > 0 and s.num_blocks == -(-s.num_tokens // self.block_size)
-            assert s.first_block == block and s.visible_from >= visible_from and s.offset % self.block_size == 0
+            assert s.num_tokens > 0
+            assert s.num_blocks == -(-s.num_tokens // self.block_size)
+            assert s.first_block == block
+            assert s.visible_from >= visible_from
+            assert s.offset % self.block_size == 0
             base = s.offset + (self.segments[0].num_tokens if s.behind_prefix else 0)
             assert s.shift == s.visible_from + seen - base
             block, visible_from, seen = s.end_block, s.visible_from, seen + s.num_tokens
@@ -123,7 +126,7 @@ def lay_out(
         the layout and the physical prompt, [layout.suffix_start + number of literal tokens].
 
     Raises:
-        InputError: spans that overlap, are empty, reach the end, or have an offset that is no multiple of the block size.
+        InputError: spans that overlap, are empty or reach the end; an offset that is no multiple of the block size.
     """
     segments: list[LaidSegment] = []
     head: list[int] = []

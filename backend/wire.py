@@ -6,7 +6,8 @@ Client -> scheduler (`SamplingParams.extra_args`; fits vLLM's HTTP `vllm_xargs`,
     lazyrag_prefix   number of tokens of the shared preamble (mode lazy-prefix), 0 or absent otherwise
 
 Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write it, a client's is dropped):
-    lazyrag_layout   {"suffix_block": int, "segments": [[first_block, num_blocks, num_tokens, visible_from, shift], ...]}
+    lazyrag_layout   {"suffix_block": int,
+                      "segments": [[first_block, num_blocks, num_tokens, visible_from, shift], ...]}
 
 Scheduler -> client (`kv_transfer_params` of the finished request):
     {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "cached_suffix_tokens": int}}
@@ -70,7 +71,5 @@ def layout_to_wire(layout: Layout) -> WireLayout:
     """What the worker needs of a layout."""
     return {
         "suffix_block": layout.suffix_block,
-        "segments": [
-            [s.first_block, s.num_blocks, s.num_tokens, s.visible_from, s.shift] for s in layout.segments
-        ],
+        "segments": [[s.first_block, s.num_blocks, s.num_tokens, s.visible_from, s.shift] for s in layout.segments],
     }

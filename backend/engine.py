@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from lazyrag.errors import RequestTimeoutError
 from lazyrag.types import ChunkId, Reuse, Segment
 
 MODES = ("exact", "lazy", "lazy-prefix")
@@ -19,7 +21,13 @@ MODES = ("exact", "lazy", "lazy-prefix")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to generate. `temperature=0` is greedy. `json_schema` constrains the answer (vLLM's guided decoding)."""
+    """How to generate.
+
+    Attributes:
+        temperature: 0 is greedy.
+        json_schema: constrains the answer (vLLM's guided decoding).
+        timeout_s: seconds from `submit` to the last token; then the helpers below cancel the request. None: no limit.
+    """
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -30,6 +38,7 @@ class Sampling:
     logprobs: int | None = None
     ignore_eos: bool = False
     json_schema: Mapping[str, Any] | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +127,36 @@ class Engine(Protocol):
         ...
 
 
+class _Deadline:
+    """When a request must have ended; a `timeout_s` of None never comes."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.at is None else max(0.0, self.at - time.monotonic())
+
+    def error(self) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"The request did not end within {self.timeout_s} seconds and was cancelled.",
+            fix="Allow more time, or generate fewer tokens.",
+        )
+
+
 def stream(engine: Engine, request: Request) -> Iterator[Delta]:
     """Yield the request's deltas as they come. Closing the iterator early cancels the request."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    deadline = _Deadline(request.sampling.timeout_s)
     cancel = engine.submit(request, events.put)
     done = False
     try:
         while not done:
-            event = events.get()
+            try:
+                event = events.get(timeout=deadline.left_s)
+            except queue.Empty:
+                raise deadline.error() from None
             if isinstance(event, Exception):
                 done = True
                 raise event
@@ -146,11 +177,15 @@ async def astream(engine: Engine, request: Request) -> AsyncIterator[Delta]:
         if not loop.is_closed():
             loop.call_soon_threadsafe(events.put_nowait, event)
 
+    deadline = _Deadline(request.sampling.timeout_s)
     cancel = engine.submit(request, deliver)
     done = False
     try:
         while not done:
-            event = await events.get()
+            try:
+                event = await asyncio.wait_for(events.get(), deadline.left_s)
+            except asyncio.TimeoutError:
+                raise deadline.error() from None
             if isinstance(event, Exception):
                 done = True
                 raise event
@@ -163,29 +198,42 @@ async def astream(engine: Engine, request: Request) -> AsyncIterator[Delta]:
 
 def generate(engine: Engine, requests: Sequence[Request]) -> list[Delta | Exception]:
     """Run requests together; for each the sum of its deltas, or its error. Order is kept."""
-    results: list[Delta | Exception | None] = [None] * len(requests)
+    results: dict[int, Delta | Exception] = {}
     events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
     parts: list[list[Delta]] = [[] for _ in requests]
+    deadlines = [_Deadline(request.sampling.timeout_s) for request in requests]
     cancels: list[Cancel] = []
     try:
         for i, request in enumerate(requests):
             cancels.append(engine.submit(request, lambda event, i=i: events.put((i, event))))  # type: ignore[misc]
-        missing = len(requests)
-        while missing:
-            i, event = events.get()
+        while len(results) < len(requests):
+            try:
+                i, event = events.get(timeout=_first(deadlines, results))
+            except queue.Empty:
+                for i, deadline in enumerate(deadlines):
+                    if i not in results and deadline.left_s == 0:
+                        results[i] = deadline.error()
+                        cancels[i]()
+                continue
+            if i in results:  # it ended as its deadline passed
+                continue
             if isinstance(event, Exception):
                 results[i] = event
-                missing -= 1
                 continue
             parts[i].append(event)
             if event.finish_reason is not None:
                 results[i] = joined(parts[i])
-                missing -= 1
     finally:
         for i, cancel in enumerate(cancels):
-            if results[i] is None:
+            if i not in results:
                 cancel()
-    return [result for result in results if result is not None]
+    return [results[i] for i in range(len(requests))]
+
+
+def _first(deadlines: Sequence[_Deadline], done: Mapping[int, object]) -> float | None:
+    """Seconds until the first deadline of a request that is not done."""
+    left = [d.left_s for i, d in enumerate(deadlines) if d.at is not None and i not in done]
+    return min((s for s in left if s is not None), default=None)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -12,7 +12,8 @@
         ├── EngineDeadError      the engine stopped while requests were in flight
         └── RequestError         this request failed; the engine goes on
             ├── ContextOverflowError  longer than the model's context
-            └── CapacityError         does not fit into the KV pool
+            ├── CapacityError         does not fit into the KV pool
+            └── RequestTimeoutError   took longer than the caller allowed
 
 A message says what happened, why, and what to type. It never holds document or prompt text.
 """
@@ -90,3 +91,7 @@ class ContextOverflowError(RequestError):
 
 class CapacityError(RequestError):
     """The request does not fit into the KV pool, however long it waits."""
+
+
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The request took longer than `Sampling.timeout_s` and was cancelled."""

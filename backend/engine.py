@@ -230,6 +230,18 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Delta | Except
     return [results[i] for i in range(len(requests))]
 
 
+async def agenerate(engine: Engine, requests: Sequence[Request]) -> list[Delta | Exception]:
+    """As `generate`, without blocking the caller's event loop. Cancelling it cancels every request."""
+
+    async def one(request: Request) -> Delta | Exception:
+        try:
+            return joined([delta async for delta in astream(engine, request)])
+        except Exception as error:
+            return error
+
+    return list(await asyncio.gather(*map(one, requests)))
+
+
 def _first(deadlines: Sequence[_Deadline], done: Mapping[int, object]) -> float | None:
     """Seconds until the first deadline of a request that is not done."""
     left = [d.left_s for i, d in enumerate(deadlines) if d.at is not None and i not in done]

@@ -1,0 +1,325 @@
+"""LazyRAG: the one object behind every façade. It finds known chunks in prompts, and has them answered by an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lazyrag.backend import engine as engines
+from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
+from lazyrag.chat import Message, render
+from lazyrag.config import Config
+from lazyrag.errors import ConfigError
+from lazyrag.library import Library
+from lazyrag.plan import Planner
+from lazyrag.tokens import Tokenizer
+from lazyrag.types import Answer, ChunkId, PromptPlan, Reuse
+
+if TYPE_CHECKING:
+    from lazyrag.retrievers.store import Store
+
+Prompt: TypeAlias = str | Sequence[Message] | PromptPlan
+
+DEFAULT_BLOCK_SIZE = 32
+"""For planning without an engine; a running engine says its own."""
+
+
+class LazyRAG:
+    """Documents in, answers out, every known chunk's KV reused. Thread-safe; constructing it starts nothing.
+
+    Args:
+        config: the settings; None loads them (`Config.load`) with `settings` as arguments.
+        engine: run requests on this one, which stays the caller's to close. None: the process's engine for these
+            settings, started by the first request that needs it.
+        **settings: fields of `Config`.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+    """
+
+    _shared: dict[Config, LazyRAG] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(self, config: Config | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError(
+                "Give either a Config or settings, not both.", why=f"Both were given: {sorted(settings)}."
+            )
+        self.config = config if config is not None else Config.load(**settings)
+        self._engine = engine
+        self._lock = threading.RLock()
+        self._tokenizer: Tokenizer | None = None
+        self._store: Store | None = None
+        self._library: Library | None = None
+        self._planner: Planner | None = None
+
+    @classmethod
+    def shared(cls, config: Config | None = None, **settings: Any) -> LazyRAG:
+        """The process's client for these settings; the same object for the same settings."""
+        config = config if config is not None else Config.load(**settings)
+        with cls._shared_lock:
+            if config not in cls._shared:
+                cls._shared[config] = cls(config)
+            return cls._shared[config]
+
+    # ------------------------------------------------------------ what needs no engine
+
+    @property
+    def model(self) -> Path:
+        """The model's folder."""
+        name = self.config.model or (self.store.settings().get("model", "") if self.store else "")
+        return model_folder(name)
+
+    @property
+    def store(self) -> Store | None:
+        """The store, opened; None if no store is configured."""
+        if self.config.store is None:
+            return None
+        with self._lock:
+            if self._store is None:
+                from lazyrag.retrievers.store import Store
+
+                self._store = Store.open(self.config.store, create=True)
+            return self._store
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = Tokenizer.from_folder(self.model)
+            return self._tokenizer
+
+    @property
+    def library(self) -> Library:
+        """The chunks that this client's namespace knows."""
+        with self._lock:
+            if self._library is None:
+                self._library = Library(self.tokenizer, self.store, self.config.namespace)
+            return self._library
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together. Starts no engine: an engine that runs says it, else the model."""
+        if self._engine is not None:
+            return self._engine.info.max_model_len
+        return self.config.max_model_len or context_window(self.model)
+
+    def register(self, texts: Iterable[str]) -> list[ChunkId]:
+        """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
+
+        Nothing is computed yet: the first prompt that holds a chunk computes its KV, or `warm` does.
+        """
+        return self.library.register(texts)
+
+    def plan(self, prompt: Prompt, *, hints: Sequence[str] = (), tools: Sequence[Any] | None = None) -> PromptPlan:
+        """How a prompt will be sent: which parts are known chunks, in its own order.
+
+        Args:
+            prompt: a text as the model shall see it, or messages for the model's chat template.
+            hints: texts that probably occur in it, for chunks that the index cannot find by itself.
+            tools: passed to the chat template.
+        """
+        if isinstance(prompt, PromptPlan):
+            return prompt
+        self.library.refresh()
+        planner = self._planner_for_engine()
+        if isinstance(prompt, str):
+            return planner.plan_text(prompt, hints=hints)
+        return planner.plan_pieces(render(self.tokenizer, prompt, tools=tools).pieces, hints=hints)
+
+    def _planner_for_engine(self) -> Planner:
+        configured = self.config.block_size or DEFAULT_BLOCK_SIZE
+        block_size = self._engine.info.block_size if self._engine is not None else configured
+        mode = self._engine.info.mode if self._engine is not None else self.config.mode
+        with self._lock:
+            if self._planner is None or (self._planner.block_size, self._planner.mode) != (block_size, mode):
+                self._planner = Planner(
+                    self.tokenizer,
+                    self.library.segmenter,
+                    get_tokens=self.library.tokens,
+                    mode=mode,
+                    block_size=block_size,
+                    preamble=self.config.preamble,
+                    min_tokens=self.config.min_tokens,
+                )
+            return self._planner
+
+    # ------------------------------------------------------------ what runs the model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; the first access starts it, which takes tens of seconds."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = shared_engine(self.config, self.model)
+            return self._engine
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says of itself; starts it."""
+        return self.engine.info
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+    ) -> list[Answer]:
+        """Answer prompts together, in order.
+
+        Raises:
+            EngineError: the first of the prompts' errors.
+        """
+        engine = self.engine
+        plans = [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
+        results = engines.generate(engine, [self._request(plan, sampling) for plan in plans])
+        return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+    ) -> list[Answer]:
+        """As `generate`, without blocking the caller's event loop."""
+        engine = await asyncio.to_thread(lambda: self.engine)
+        plans = [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
+        results = await engines.agenerate(engine, [self._request(plan, sampling) for plan in plans])
+        return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+    ) -> Iterator[Delta]:
+        """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
+        engine = self.engine
+        yield from engines.stream(engine, self._request(self.plan(prompt, hints=hints, tools=tools), sampling))
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+    ) -> AsyncIterator[Delta]:
+        """As `stream`, without blocking the caller's event loop."""
+        engine = await asyncio.to_thread(lambda: self.engine)
+        request = self._request(self.plan(prompt, hints=hints, tools=tools), sampling)
+        async for delta in engines.astream(engine, request):
+            yield delta
+
+    def warm(self, ids: Iterable[ChunkId]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        """Compute the KV of known chunks now (or find it on disk); unknown and unusable ones are passed over."""
+        tokens = ((id, self.library.tokens(id)) for id in ids)
+        yield from self._warm_tokens((id, ids) for id, ids in tokens if ids)
+
+    def _warm_tokens(
+        self, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
+    ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        prefix = self.tokenizer.encode_template(self.config.preamble) if self.config.mode == "lazy-prefix" else ()
+        tail = self.tokenizer.encode_plain("\n")[-1]
+        yield from engines.warm(self.engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
+
+    def _request(self, plan: PromptPlan, sampling: Sampling | None) -> Request:
+        default = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
+        return Request(plan.token_ids, plan.segments, plan.prefix_len, sampling or default, self.config.namespace)
+
+
+def _answer(plan: PromptPlan, result: Delta | Exception) -> Answer:
+    if isinstance(result, Exception):
+        raise result
+    assert result.finish_reason is not None
+    reuse = result.reuse or Reuse(len(plan.token_ids), 0)
+    return Answer(result.text, result.token_ids, result.finish_reason, reuse, plan, result.ttft_s)
+
+
+# ---------------------------------------------------------------- models and engines of this process
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: a path, or a name that Hugging Face's cache on this machine holds. Downloads nothing.
+
+    Raises:
+        ConfigError: no model is named, or it is not on this machine.
+    """
+    if not name:
+        raise ConfigError("No model is named.", fix="Pass model=..., --model or LAZYRAG_MODEL: a folder or a name.")
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if path.exists() or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{name} is no model folder:", why="it holds no config.json.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"The model {name} is not on this machine:",
+            why="it is no folder, and Hugging Face's cache does not hold it.",
+            fix=f"Type: hf download {name}",
+        ) from None
+
+
+def context_window(model: Path) -> int:
+    """The model's context in tokens, as its config.json says."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    found = config.get("max_position_embeddings")
+    if not isinstance(found, int):
+        raise ConfigError(f"{model}/config.json names no max_position_embeddings.", fix="Set max_model_len.")
+    return found
+
+
+_engines: dict[tuple[Any, ...], Engine] = {}
+_engines_lock = threading.Lock()
+
+
+def shared_engine(config: Config, model: Path) -> Engine:
+    """The process's engine for these settings; started if there is none. Closed when the process ends."""
+    key = (*config.engine_key(), str(model))
+    with _engines_lock:
+        if key not in _engines:
+            _engines[key] = start_engine(config, model)
+        return _engines[key]
+
+
+def start_engine(config: Config, model: Path) -> Engine:
+    """A new engine, the caller's to close."""
+    from lazyrag.backend.local import LocalEngine
+
+    return LocalEngine(
+        str(model),
+        mode=config.mode,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        kv_root=config.kv_dir,
+        kv_disk_bytes=config.kv_disk_bytes,
+        engine_args=config.engine_args,
+    )
+
+
+@atexit.register
+def close_engines() -> None:
+    """Close every shared engine of this process."""
+    with _engines_lock:
+        while _engines:
+            _engines.popitem()[1].close()

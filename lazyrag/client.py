@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
@@ -42,8 +42,8 @@ class LazyRAG:
         ConfigError: a setting that cannot be.
     """
 
-    _shared: dict[Config, LazyRAG] = {}
-    _shared_lock = threading.Lock()
+    _shared: ClassVar[dict[Config, LazyRAG]] = {}
+    _shared_lock: ClassVar = threading.Lock()
 
     def __init__(self, config: Config | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
         if config is not None and settings:

@@ -42,12 +42,12 @@ class Library:
 
     def register(self, texts: Iterable[str]) -> list[ChunkId]:
         """Make texts known as chunks; their ids in order. Nothing is computed."""
-        new = {chunk_id(text): canonical(text) for text in (given := list(texts))}
+        given = [(chunk_id(text), canonical(text)) for text in texts]
         with self._lock:
-            fresh = {id: text for id, text in new.items() if id not in self._registered}
+            fresh = {id: text for id, text in given if id not in self._registered}
             self._registered |= fresh
             self._add([(id, text) for id, text in fresh.items() if id not in self._indexed])
-        return [chunk_id(text) for text in given]
+        return [id for id, _ in given]
 
     def refresh(self) -> None:
         """Take over what the store has gained and lost since the last call. Cheap if nothing changed."""

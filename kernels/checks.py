@@ -1,0 +1,49 @@
+"""What the wrappers of the kernels ask of their tensors, said in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_shape(name: str, x: Tensor, shape: Sequence[int | None]) -> None:
+    """`None` stands for any size.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if x.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(x.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], has {list(x.shape)}")
+
+
+def check_attention(query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    """Queries, paged cache and output of one attention layer fit together.
+
+    Args:
+        query: [T, Hq, D].
+        kv_cache: [num_blocks, H, block_size, 2 * D], contiguous; H divides Hq.
+        output: as `query`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    check_shape("query", query, (None, None, None))
+    num_tokens, num_heads, head_size = query.shape
+    check_shape("output", output, (num_tokens, num_heads, head_size))
+    check_shape("kv_cache", kv_cache, (None, None, None, 2 * head_size))
+    if num_heads % kv_cache.shape[1]:
+        raise ValueError(f"{num_heads} query heads cannot share {kv_cache.shape[1]} key heads evenly")
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"kv_cache must be contiguous, has strides {kv_cache.stride()}")
+    for name, x in (("kv_cache", kv_cache), ("output", output)):
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query on {query.device}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} is {x.dtype}, query is {query.dtype}")
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"query must be float32, bfloat16 or float16, is {query.dtype}")

@@ -73,11 +73,27 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk and the tokens that it is sent to the model as.
+
+    `token_ids` is empty if the text does not survive encoding and decoding: such a chunk is found and cited, but never
+    reused.
+    """
+
+    chunk: Chunk
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hit:
-    """A retrieved chunk. `score` is the cosine similarity to the query, higher is nearer."""
+    """A retrieved chunk. `score` is the cosine similarity to the query, higher is nearer.
+
+    `also`: the other places that hold the same text.
+    """
 
     chunk: Chunk
     score: float
+    also: tuple[Chunk, ...] = ()
 
 
 # ---------------------------------------------------------------- prompts (filled by segmenter and plan)

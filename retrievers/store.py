@@ -1,0 +1,565 @@
+"""What was ingested: documents, chunks, the places of chunks in documents, vectors. One SQLite file, the truth.
+
+    document --< span >-- chunk --- vector
+                            |
+                            +----< warmed (fingerprint of the engine whose KV tier holds the chunk)
+
+A chunk row is a text; a span is a place where it stands. A chunk lives as long as a span points to it. Everything
+belongs to a namespace; the same text in two namespaces is two chunks that know nothing of each other.
+
+Whatever else is kept on disk (the vector file, the anchor file, chunk KV) is a cache that can be made again from here.
+`generation` says whether such a cache is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazyrag.errors import InputError, StoreError
+from lazyrag.retrievers.migrations import migrate
+from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, chunk_id
+
+FILE_NAME = "store.sqlite3"
+_PAGE = 1024  # rows read at once by an iterator; no lock is held between two pages
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """A document as the store knows it, without its text.
+
+    Attributes:
+        sha256: of what it was made from, as given to `put_document`; with `recipe` it says whether work is to be done.
+        recipe: how it was split and embedded.
+        mtime: of its file at that time, seconds since the epoch.
+    """
+
+    id: str
+    source: str
+    title: str | None
+    metadata: Metadata
+    sha256: str
+    recipe: str
+    mtime: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Chunks that the store did not hold before a write, and those that it no longer holds after it."""
+
+    added: tuple[ChunkId, ...] = ()
+    removed: tuple[ChunkId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One ingest run. `finished_at` is None while it runs, and for ever if it was killed; times as `time.time()`."""
+
+    key: int
+    started_at: float
+    finished_at: float | None
+    summary: Mapping[str, Any]
+
+
+class Store:
+    """A store's folder, opened. Thread-safe; any number of processes may read while one writes.
+
+    Every method may raise StoreError: the file is locked for longer than the timeout, damaged, or the disk is full.
+    """
+
+    def __init__(self, directory: Path, connection: sqlite3.Connection) -> None:
+        self.directory = directory
+        self._db = connection
+        # One connection for all threads: SQLite would serialise the writers anyway, and reads are short.
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(cls, directory: str | Path, *, create: bool = False, timeout_s: float = 10.0) -> Store:
+        """Open the store in a folder, bringing its schema up to date.
+
+        Args:
+            directory: the store's folder.
+            create: make folder and store if there is none.
+            timeout_s: how long to wait for another process that writes.
+
+        Raises:
+            StoreError: no store there, or it is locked, damaged, newer than this LazyRAG, or another program's.
+        """
+        directory = Path(directory)
+        path = directory / FILE_NAME
+        if not create and not path.is_file():
+            raise StoreError(
+                f"There is no store in {directory}.", fix=f"Make one: lazyrag ingest PATH --store {directory}"
+            )
+        with _translated(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+            try:
+                connection.execute("PRAGMA foreign_keys = ON")
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")  # a committed document survives a power cut
+                migrate(connection)
+                # Two processes may create one store: whoever comes first names it.
+                connection.executemany(
+                    "INSERT OR IGNORE INTO meta VALUES (?, ?)",
+                    [("id", secrets.token_hex(16)), ("secret", secrets.token_hex(32))],
+                )
+            except BaseException:
+                connection.close()
+                raise
+        return cls(directory, connection)
+
+    def close(self) -> None:
+        """Close the file. Idempotent; every other method fails afterwards."""
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ identity and settings
+
+    @property
+    def id(self) -> str:
+        """Made with the store; a cache file of another store has another one. 32 hex digits."""
+        return self._meta()["id"]
+
+    @property
+    def secret(self) -> bytes:
+        """32 random bytes made with the store, for hashes whose collisions an author of documents must not know."""
+        return bytes.fromhex(self._meta()["secret"])
+
+    def settings(self) -> dict[str, str]:
+        """What `require` and `remember` have written."""
+        return {name: value for name, value in self._meta().items() if name not in ("id", "secret")}
+
+    def require(self, **settings: str) -> None:
+        """Tie the store to settings that its contents depend on. The first call writes a value, later ones compare.
+
+        Raises:
+            StoreError: the store was made with another value.
+        """
+        with self._writing() as db:
+            db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", settings.items())
+            known = self._meta()
+            for name, value in settings.items():
+                if known[name] != value:
+                    raise StoreError(
+                        f"The store in {self.directory} was made with {name} {known[name]}, not {value}.",
+                        why="Its contents would not fit together.",
+                        fix=f"Use the same {name}, or ingest into another folder with --store.",
+                    )
+
+    def remember(self, **settings: str) -> None:
+        """Note settings that may change, such as the model of the last ingest."""
+        with self._writing() as db:
+            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
+
+    def generation(self, namespace: str = "") -> int:
+        """Grows with every change of the namespace's documents, chunks or vectors."""
+        with self._reading() as db:
+            row = db.execute("SELECT generation FROM generations WHERE namespace = ?", (namespace,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def _meta(self) -> dict[str, str]:
+        with self._reading() as db:
+            return dict(db.execute("SELECT name, value FROM meta"))
+
+    # ------------------------------------------------------------ documents
+
+    def put_document(
+        self,
+        document: Document,
+        chunks: Sequence[EncodedChunk],
+        *,
+        vectors: Mapping[ChunkId, NDArray[np.float32]] | None = None,
+        sha256: str = "",
+        recipe: str = "",
+        mtime: float | None = None,
+        namespace: str = "",
+    ) -> Change:
+        """Write a document in the place of its old version, in one transaction.
+
+        Readers see the old version or the new one, never a mixture or neither. A chunk that stays keeps its vector and
+        what is known of its KV.
+
+        Args:
+            document: its text is not stored, its chunks are.
+            chunks: in the order of the document.
+            vectors: [dim] float32 for each chunk that has none yet; an id that is not in `chunks` is ignored.
+            sha256: see `StoredDocument`.
+            recipe: see `StoredDocument`.
+            mtime: see `StoredDocument`.
+            namespace: whose document it is.
+
+        Raises:
+            InputError: text that is not valid Unicode (a lone surrogate).
+        """
+        metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
+        head = (document.source, document.title, metadata, sha256, recipe, mtime)
+        added: list[ChunkId] = []
+        with self._writing() as db:
+            (document_key,) = db.execute(
+                """INSERT INTO documents (namespace, id, source, title, metadata, sha256, recipe, mtime)
+                VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+                ON CONFLICT (namespace, id) DO UPDATE SET source = excluded.source, title = excluded.title,
+                metadata = excluded.metadata, sha256 = excluded.sha256, recipe = excluded.recipe, mtime = excluded.mtime
+                RETURNING key""",
+                (namespace, document.id, *head),
+            ).fetchone()
+            old = _take_spans(db, document_key)
+            for ordinal, encoded in enumerate(chunks):
+                chunk = encoded.chunk
+                key, is_new = _put_chunk(db, namespace, encoded)
+                if is_new:
+                    added.append(chunk.id)
+                db.execute(
+                    "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)",
+                    (document_key, ordinal, key, chunk.start, chunk.end, chunk.page),
+                )
+                if vectors is not None and chunk.id in vectors:
+                    blob = np.ascontiguousarray(vectors[chunk.id], dtype="<f4").tobytes()
+                    db.execute("INSERT OR IGNORE INTO vectors VALUES (?, ?)", (key, blob))
+            removed = _drop_unused(db, old)
+            _grow(db, namespace)
+        return Change(tuple(added), removed)
+
+    def delete_document(self, id: str, namespace: str = "") -> Change:
+        """Forget a document and the chunks that only it held. An unknown id changes nothing."""
+        with self._writing() as db:
+            row = db.execute("SELECT key FROM documents WHERE namespace = ? AND id = ?", (namespace, id)).fetchone()
+            if row is None:
+                return Change()
+            old = _take_spans(db, row[0])
+            db.execute("DELETE FROM documents WHERE key = ?", row)
+            removed = _drop_unused(db, old)
+            _grow(db, namespace)
+        return Change(removed=removed)
+
+    def documents(self, namespace: str = "") -> Iterator[StoredDocument]:
+        """Every document, by id."""
+        for id, source, title, metadata, sha256, recipe, mtime in self._pages(
+            "SELECT id, source, title, metadata, sha256, recipe, mtime FROM documents "
+            "WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?",
+            namespace,
+            "",
+        ):
+            yield StoredDocument(id, source, title, json.loads(metadata), sha256, recipe, mtime)
+
+    # ------------------------------------------------------------ chunks
+
+    def chunk_ids(self, namespace: str = "") -> set[ChunkId]:
+        """The ids of all chunks; compare with what an index holds to bring it up to date."""
+        with self._reading() as db:
+            return {id for (id,) in db.execute("SELECT id FROM chunks WHERE namespace = ?", (namespace,))}
+
+    def texts(self, namespace: str = "") -> Iterator[tuple[ChunkId, str]]:
+        """Id and canonical text of every chunk, oldest first."""
+        for _, id, text in self._pages(
+            "SELECT key, id, text FROM chunks WHERE namespace = ? AND key > ? ORDER BY key LIMIT ?", namespace, 0
+        ):
+            yield id, text
+
+    def chunks(self, namespace: str = "") -> Iterator[Chunk]:
+        """Every place of every chunk, in the order of the documents."""
+        for document in self.documents(namespace):
+            with self._reading() as db:
+                rows = db.execute(
+                    f"{_PLACES} WHERE d.namespace = ? AND d.id = ? ORDER BY s.ordinal", (namespace, document.id)
+                ).fetchall()
+            yield from map(_chunk, rows)
+
+    def get_texts(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, str]:
+        """The canonical texts of those chunks that exist."""
+        return dict(self._select("SELECT id, text FROM chunks c", ids, namespace))
+
+    def get_tokens(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, tuple[int, ...]]:
+        """The token ids of those chunks that exist and may be reused."""
+        rows = self._select("SELECT id, tokens FROM chunks c", ids, namespace)
+        return {id: _tokens(blob) for id, blob in rows if blob is not None}
+
+    def spans_of(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, list[Chunk]]:
+        """For each chunk that exists, the places where it stands, oldest document first: what an answer cites."""
+        with self._reading() as db:
+            rows = db.execute(
+                f"{_PLACES} WHERE c.namespace = ? AND {_AMONG} ORDER BY d.key, s.ordinal", (namespace, _json(ids))
+            ).fetchall()
+        places: dict[ChunkId, list[Chunk]] = {}
+        for chunk in map(_chunk, rows):
+            places.setdefault(chunk.id, []).append(chunk)
+        return places
+
+    # ------------------------------------------------------------ vectors
+
+    def without_vector(self, ids: Iterable[ChunkId], namespace: str = "") -> set[ChunkId]:
+        """Those of the ids for which the store holds no vector, whether it knows the chunk or not."""
+        ids = set(ids)
+        return ids - {
+            id for (id,) in self._select("SELECT id FROM vectors v JOIN chunks c ON v.chunk = c.key", ids, namespace)
+        }
+
+    def vector_keys(self, namespace: str = "") -> NDArray[np.int64]:
+        """The keys of all chunks that have a vector, ascending, [n]. A key is never given twice."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT key FROM chunks JOIN vectors ON vectors.chunk = chunks.key WHERE namespace = ? ORDER BY key",
+                (namespace,),
+            ).fetchall()
+        return np.array([key for (key,) in rows], dtype=np.int64)
+
+    def get_vectors(self, keys: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The vectors of those keys that exist: keys [n] and vectors [n, dim]."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT chunk, vector FROM vectors WHERE chunk IN (SELECT value FROM json_each(?))",
+                (_json(map(int, keys)),),
+            ).fetchall()
+        if len({len(blob) for _, blob in rows}) > 1:
+            raise _damaged(self.directory / FILE_NAME, "it holds vectors of different lengths.")
+        vectors = np.frombuffer(b"".join(blob for _, blob in rows), dtype="<f4").astype(np.float32)
+        return np.array([key for key, _ in rows], dtype=np.int64), vectors.reshape(len(rows), -1 if rows else 0)
+
+    def vectors_of(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, NDArray[np.float32]]:
+        """The vectors, [dim] each, of those chunks that have one."""
+        rows = self._select("SELECT id, vector FROM vectors v JOIN chunks c ON v.chunk = c.key", ids, namespace)
+        return {id: np.frombuffer(blob, dtype="<f4").astype(np.float32) for id, blob in rows}
+
+    def ids_of(self, keys: Sequence[int], namespace: str = "") -> dict[int, ChunkId]:
+        """The chunk ids of those keys that exist."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT key, id FROM chunks WHERE namespace = ? AND key IN (SELECT value FROM json_each(?))",
+                (namespace, _json(map(int, keys))),
+            )
+            return dict(rows)
+
+    # ------------------------------------------------------------ journal
+
+    def start_run(self, namespace: str = "") -> int:
+        """Note that an ingest run begins; the number that `finish_run` wants."""
+        with self._writing() as db:
+            row = db.execute(
+                "INSERT INTO runs (namespace, started_at) VALUES (?, ?) RETURNING key", (namespace, time.time())
+            ).fetchone()
+        return int(row[0])
+
+    def finish_run(self, run: int, summary: Mapping[str, Any]) -> None:
+        """Note that a run came to its end, and what it did."""
+        with self._writing() as db:
+            db.execute(
+                "UPDATE runs SET finished_at = ?, summary = ? WHERE key = ?",
+                (time.time(), json.dumps(dict(summary)), run),
+            )
+
+    def last_run(self, namespace: str = "") -> Run | None:
+        """The newest run."""
+        with self._reading() as db:
+            row = db.execute(
+                "SELECT key, started_at, finished_at, summary FROM runs WHERE namespace = ? ORDER BY key DESC LIMIT 1",
+                (namespace,),
+            ).fetchone()
+        return None if row is None else Run(row[0], row[1], row[2], json.loads(row[3] or "{}"))
+
+    def num_unwarmed(self, fingerprint: str, namespace: str = "") -> int:
+        """How many chunks `unwarmed` would give."""
+        with self._reading() as db:
+            row = db.execute(f"SELECT count(*) FROM chunks {_UNWARMED}", (fingerprint, namespace, 0)).fetchone()
+        return int(row[0])
+
+    def unwarmed(self, fingerprint: str, namespace: str = "") -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        """Id and tokens of each reusable chunk whose KV no engine with this fingerprint is known to have kept."""
+        sql = f"SELECT key, id, tokens FROM chunks {_UNWARMED} ORDER BY key LIMIT ?"
+        for _, id, blob in self._pages(sql, fingerprint, namespace, 0):
+            yield id, _tokens(blob)
+
+    def mark_warm(self, ids: Iterable[ChunkId], fingerprint: str, namespace: str = "") -> None:
+        """Note that engines with this fingerprint find the chunks' KV on disk. Unknown ids are ignored."""
+        with self._writing() as db:
+            db.execute(
+                f"INSERT OR IGNORE INTO warmed SELECT key, ? FROM chunks c WHERE namespace = ? AND {_AMONG}",
+                (fingerprint, namespace, _json(ids)),
+            )
+
+    def forget_warm(self, fingerprint: str) -> None:
+        """Take back every `mark_warm` of a fingerprint, in all namespaces: its KV was deleted."""
+        with self._writing() as db:
+            db.execute("DELETE FROM warmed WHERE fingerprint = ?", (fingerprint,))
+
+    # ------------------------------------------------------------ care
+
+    def stats(self, namespace: str = "") -> dict[str, int]:
+        """Counts of the namespace, and `bytes` on disk of the whole file."""
+        with self._reading() as db:
+            names = ("documents", "chunks", "tokens", "reusable", "spans", "vectors")
+            row = db.execute(
+                """SELECT (SELECT count(*) FROM documents WHERE namespace = :n), count(*), coalesce(sum(num_tokens), 0),
+                count(tokens), (SELECT count(*) FROM spans JOIN documents ON document = key WHERE namespace = :n),
+                (SELECT count(*) FROM vectors JOIN chunks ON chunk = key WHERE namespace = :n)
+                FROM chunks WHERE namespace = :n""",
+                {"n": namespace},
+            ).fetchone()
+        files = self.directory.glob(f"{FILE_NAME}*")
+        return {**dict(zip(names, row, strict=True)), "bytes": sum(path.stat().st_size for path in files)}
+
+    def check(self) -> list[str]:
+        """Read everything once and say what is wrong; empty if nothing is. Takes as long as reading the file."""
+        with self._reading() as db:
+            problems = [row[0] for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
+            problems += [f"a row of {row[0]} points to nothing" for row in db.execute("PRAGMA foreign_key_check")]
+            for key, id, text in db.execute("SELECT key, id, text FROM chunks"):
+                if chunk_id(text) != id:
+                    problems.append(f"the text of chunk {key} is not the one it was stored with")
+            unused = "SELECT count(*) FROM chunks WHERE key NOT IN (SELECT chunk FROM spans)"
+            problems += [f"{n} chunks stand in no document" for (n,) in db.execute(unused) if n]
+        return problems
+
+    # ------------------------------------------------------------ access to the file
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, _translated(self.directory / FILE_NAME):
+            yield self._db
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it or nothing."""
+        with self._reading() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:  # SQLite has rolled back by itself if, say, the disk is full
+                    db.execute("ROLLBACK")
+                raise
+
+    def _pages(self, sql: str, *arguments: str | int) -> Iterator[tuple[Any, ...]]:
+        """Rows in the order of their first column. The last argument is a value before the first row's."""
+        *fixed, last = arguments
+        while True:
+            with self._reading() as db:
+                rows = db.execute(sql, (*fixed, last, _PAGE)).fetchall()
+            yield from rows
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1][0]
+
+    def _select(self, sql: str, ids: Iterable[ChunkId], namespace: str) -> list[tuple[Any, ...]]:
+        with self._reading() as db:
+            return db.execute(
+                f"{sql} WHERE namespace = ? AND id IN (SELECT value FROM json_each(?))",
+                (namespace, json.dumps(list(ids))),
+            ).fetchall()
+
+
+_AMONG = "c.id IN (SELECT value FROM json_each(?))"
+
+_PLACES = """SELECT c.id, c.text, c.num_tokens, d.id, d.source, s.start, s.end, s.page, d.title, d.metadata
+    FROM documents d JOIN spans s ON s.document = d.key JOIN chunks c ON c.key = s.chunk"""
+
+_UNWARMED = """WHERE tokens IS NOT NULL
+    AND NOT EXISTS (SELECT 1 FROM warmed WHERE chunk = key AND fingerprint = ?) AND namespace = ? AND key > ?"""
+
+
+def _json(values: Iterable[str | int]) -> str:
+    return json.dumps(list(values))
+
+
+def _chunk(row: tuple[Any, ...]) -> Chunk:
+    id, text, num_tokens, document_id, source, start, end, page, title, metadata = row
+    return Chunk(id, text, num_tokens, document_id, source, start, end, page, title, json.loads(metadata))
+
+
+def _tokens(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<u4").tolist())
+
+
+def _put_chunk(db: sqlite3.Connection, namespace: str, encoded: EncodedChunk) -> tuple[int, bool]:
+    """The chunk's key, and whether the row is new."""
+    chunk = encoded.chunk
+    blob = np.array(encoded.token_ids, dtype="<u4").tobytes() or None
+    row = db.execute(
+        "INSERT INTO chunks (namespace, id, num_tokens, text, tokens) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT DO NOTHING RETURNING key",
+        (namespace, chunk.id, chunk.num_tokens, chunk.text, blob),
+    ).fetchone()
+    if row is not None:
+        return row[0], True
+    row = db.execute("SELECT key FROM chunks WHERE namespace = ? AND id = ?", (namespace, chunk.id)).fetchone()
+    return row[0], False
+
+
+def _take_spans(db: sqlite3.Connection, document: int) -> set[int]:
+    """Remove a document's spans; the keys of the chunks that they pointed to."""
+    keys = {key for (key,) in db.execute("SELECT chunk FROM spans WHERE document = ?", (document,))}
+    db.execute("DELETE FROM spans WHERE document = ?", (document,))
+    return keys
+
+
+def _grow(db: sqlite3.Connection, namespace: str) -> None:
+    """Start the next generation of the namespace's contents."""
+    db.execute(
+        "INSERT INTO generations VALUES (?, 1) ON CONFLICT DO UPDATE SET generation = generation + 1", (namespace,)
+    )
+
+
+def _drop_unused(db: sqlite3.Connection, keys: Iterable[int]) -> tuple[ChunkId, ...]:
+    """Delete those chunks that no span points to; their ids."""
+    rows = db.execute(
+        "DELETE FROM chunks WHERE key IN (SELECT value FROM json_each(?)) "
+        "AND NOT EXISTS (SELECT 1 FROM spans WHERE chunk = key) RETURNING id",
+        (_json(keys),),
+    ).fetchall()
+    return tuple(id for (id,) in rows)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Say in the user's terms what SQLite says in its own."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        # Without its cause: that one carries the text.
+        raise InputError(
+            "A document cannot be stored:", why="its text or metadata holds a lone surrogate, which is not Unicode."
+        ) from None
+    except sqlite3.ProgrammingError:
+        raise  # a mistake in the calling code, such as a store that is used after close
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            raise StoreError(
+                f"The store {path} is locked.",
+                why="Another process has been writing to it for longer than the timeout.",
+                fix="Wait for it, or stop it, and run the command again.",
+            ) from error
+        raise StoreError(
+            f"The store {path} cannot be used: {error}.",
+            fix="Check the disk's free space and the folder's permissions.",
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise _damaged(path, f"{error}.") from error
+    except OSError as error:
+        raise StoreError(f"The store {path} cannot be opened: {error.strerror or error}.") from error
+
+
+def _damaged(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"The store {path} is damaged or no store:",
+        why=why,
+        fix="Move the folder aside and ingest the documents again, or restore a backup of it.",
+    )

@@ -1,0 +1,430 @@
+"""Chunk KV on disk: one file a chunk, whole or absent, and never trusted unread.
+
+    root / fingerprint[:16] / hash of the namespace / key[:2] / key[.rank"of"ranks].safetensors
+
+A file is an ordinary safetensors file with one tensor [tokens, heads, row] a layer, in the order of the layers. Its
+metadata name the format, the fingerprint, the key and a checksum. A reader rebuilds the header from what it read and
+expects the same bytes, so each bit of a file is either compared or under the checksum.
+
+The checksum is a CRC-32 of the header (with the checksum field empty) and the tensors. It finds every burst of up to 32
+bits and misses other damage once in 2^32; it costs a quarter of BLAKE2b's time, and against somebody who can write to
+the store no unkeyed digest helps.
+
+A file appears by rename and is never changed, so any number of processes may share a root. Whatever is found damaged is
+reported, removed, and from then on missing: the engine computes the chunk again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lazyrag.errors import ConfigError, StoreError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "lazyrag-kv-1"
+"""Version of the file's layout. What the numbers in it mean is the fingerprint's business."""
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+"""Bytes an element, by safetensors' name of the dtype."""
+
+MAX_HEADER_BYTES = 1 << 20
+STALE_S = 24 * 3600
+HEX = "[0-9a-f]"
+FOLDERS = f"{HEX * 16}/{HEX * 16}/{HEX * 2}"
+"""Only folders of these names are listed, so that a root that holds other files never loses one to an eviction."""
+LOW_WATER = 0.9
+"""Eviction goes on until this share of the budget is used, so that a full store is not listed at every save."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DamagedFileError(StoreError):
+    """A chunk's file is not what was saved. It is gone when this is raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the tensors of one chunk look like, the same in every layer.
+
+    Attributes:
+        layers: names of the layers, in the order of their data.
+        dtype: a key of `ITEM_BYTES`.
+        shape: [tokens, heads, row]; a row is one token's K and V of one head.
+    """
+
+    layers: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, int, int]
+
+    @property
+    def layer_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layer_bytes * len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What lies under a root, all fingerprints and namespaces together."""
+
+    num_files: int
+    num_bytes: int
+
+
+class DiskTier:
+    """The chunk files of one model under `root`. For one thread; any number of processes may share a root.
+
+    Args:
+        root: folder of the store; made if missing.
+        fingerprint: `lazyrag.backend.fingerprint.model_fingerprint` of the running model; hex.
+        budget_bytes: limit for everything under `root`; the files used longest ago go first. None for no limit.
+        rank: which of `ranks` this process is, if the KV heads of a chunk are spread over several processes.
+        ranks: files that make up a chunk.
+
+    Attributes:
+        counters: loaded, loaded_bytes, saved, saved_bytes, damaged, evicted; whoever reads them may clear them.
+
+    Raises:
+        ConfigError: the folder cannot be made, the budget is not positive, or the fingerprint is none.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        fingerprint: str,
+        budget_bytes: int | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise ConfigError(f"A disk budget of {budget_bytes} bytes holds no chunk.", fix="Give more, or None.")
+        if not re.fullmatch(f"{HEX}{{16,}}", fingerprint):
+            raise ConfigError(f"{fingerprint!r} is not a fingerprint.", fix="Pass what model_fingerprint returns.")
+        self.root = Path(root)
+        self.budget_bytes = budget_bytes
+        self.counters: Counter[str] = Counter()
+        self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
+        self._num_bytes: int | None = None  # under root, as far as this process knows; None: never looked
+        self._reported: set[Path] = set()
+        self._save_fails = False
+        try:
+            _make_folder(self.root)
+        except OSError as error:
+            raise ConfigError(
+                f"The folder for chunk KV, {root}, cannot be made: {error.strerror}.",
+                fix="Name a folder on a disk that this user can write to.",
+            ) from error
+
+    # ------------------------------------------------------------ reading
+
+    def contains(self, key: str, *, namespace: str = "") -> bool:
+        """Whether every rank's file of the chunk is there, with a header that fits and the size that it promises.
+
+        Cheap: the tensors are not read, so `load` may still find them damaged. A file that is refused is removed.
+        """
+        return all(self._has(self._path(key, namespace, rank), key) for rank in range(self._ranks))
+
+    def load(self, key: str, form: Form, *, namespace: str = "") -> Bytes:
+        """This rank's tensors, every byte verified.
+
+        Args:
+            key: of the chunk.
+            form: what the tensors must look like.
+            namespace: of the chunk.
+
+        Returns:
+            [form.num_bytes], the layers one after the other.
+
+        Raises:
+            DamagedFileError: the file is damaged, foreign or cannot be read; it has been reported and removed.
+            StoreError: there is no file.
+        """
+        path = self._path(key, namespace)
+        try:
+            with path.open("rb", buffering=0) as file:
+                found, checksum = self._read_header(file, key)
+                if found != form:
+                    raise ValueError(f"it holds {_words(found)}, this engine has {_words(form)}")
+                data = np.empty(form.num_bytes, np.uint8)
+                _read_exactly(file, data.data)
+            if checksum != self._checksum(key, form, data):
+                raise ValueError("its checksum does not match its content")
+        except FileNotFoundError as error:
+            raise StoreError(f"The KV of chunk {key} is not on disk any more.") from error
+        except (OSError, ValueError) as error:
+            raise self._give_up(path, error) from error
+        with suppress(OSError):  # a store may be mounted read-only; it is then in order of writing
+            os.utime(path)
+        self.counters.update(loaded=1, loaded_bytes=form.num_bytes)
+        return data
+
+    def _has(self, path: Path, key: str) -> bool:
+        try:
+            with path.open("rb", buffering=0) as file:
+                self._read_header(file, key)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            self._give_up(path, error)
+            return False
+        return True
+
+    def _read_header(self, file: FileIO, key: str) -> tuple[Form, str]:
+        """Form and checksum of an open file, whose position is then the first tensor's.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        size = os.fstat(file.fileno()).st_size
+        prefix = bytearray(8)
+        _read_exactly(file, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("its header is too long")
+        raw = bytearray(length)
+        _read_exactly(file, memoryview(raw))
+        (kind, fingerprint, owner, checksum), form = _parse(raw)
+        if kind != FORMAT:
+            raise ValueError(f"it is of another format than {FORMAT}")
+        if fingerprint != self._fingerprint:
+            raise ValueError("it was made by another model or another setting (its fingerprint differs)")
+        if owner != key:
+            raise ValueError("it is another chunk's")
+        if bytes(prefix + raw) != self._header(key, form, checksum):
+            raise ValueError("its header is damaged")
+        if size != 8 + length + form.num_bytes:
+            raise ValueError(f"it has {size} bytes instead of {8 + length + form.num_bytes}")
+        return form, checksum
+
+    def _give_up(self, path: Path, error: Exception) -> DamagedFileError:
+        """Report a file once and remove it."""
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        if path not in self._reported:
+            self._reported.add(path)
+            self.counters["damaged"] += 1
+            logger.warning("Chunk KV in %s is not used: %s. The chunk is computed again.", path, reason)
+        with suppress(OSError):
+            path.unlink()
+        return DamagedFileError(f"The chunk file {path} cannot be used: {reason}.")
+
+    # ------------------------------------------------------------ writing
+
+    def save(self, key: str, form: Form, data: Bytes, *, namespace: str = "") -> bool:
+        """Save this rank's tensors; they are durable when this returns True.
+
+        A disk that is full or failing is reported once and costs the chunk its file, nothing else.
+
+        Args:
+            key: of the chunk.
+            form: what the tensors look like.
+            data: [form.num_bytes], the layers one after the other.
+            namespace: of the chunk.
+
+        Returns:
+            whether a file was written; False if there is one already, if it exceeds the budget, or if writing failed.
+        """
+        assert data.nbytes == form.num_bytes
+        path = self._path(key, namespace)
+        if self._has(path, key):
+            return False
+        header = self._header(key, form, self._checksum(key, form, data))
+        num_bytes = len(header) + data.nbytes
+        if self.budget_bytes is not None and num_bytes > self.budget_bytes:
+            return False
+        try:
+            self._make_room(num_bytes)
+            _write(path, header, data)
+        except OSError as error:
+            if not self._save_fails:
+                self._save_fails = True
+                logger.warning("Chunk KV cannot be saved under %s: %s. Chunks go unsaved.", self.root, error.strerror)
+            return False
+        if self._save_fails:
+            self._save_fails = False
+            logger.warning("Chunk KV can be saved under %s again.", self.root)
+        if self._num_bytes is not None:
+            self._num_bytes += num_bytes
+        self._reported.discard(path)
+        self.counters.update(saved=1, saved_bytes=data.nbytes)
+        return True
+
+    def delete(self, key: str, *, namespace: str = "") -> None:
+        """Remove every rank's file of a chunk; none there is no error."""
+        for rank in range(self._ranks):
+            self._path(key, namespace, rank).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ the whole store
+
+    def usage(self) -> Usage:
+        """Count and size of the chunk files under the root."""
+        sizes = [stat.st_size for _, stat in self._files("*.safetensors")]
+        return Usage(len(sizes), sum(sizes))
+
+    def sweep(self) -> None:
+        """Remove what interrupted writers left, and bring the store under its budget. For the start of an engine."""
+        for path, stat in self._files(".*.tmp"):
+            if _is_abandoned(path.name, stat.st_mtime):
+                with suppress(OSError):
+                    path.unlink()
+        self._make_room(0)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict the files used longest ago if `num_bytes` more would exceed the budget.
+
+        Other processes write to the same root; what they added is seen whenever this process believes it is full.
+        """
+        budget = self.budget_bytes
+        if budget is None or (self._num_bytes is not None and self._num_bytes + num_bytes <= budget):
+            return
+        files = sorted(self._files("*.safetensors"), key=lambda file: file[1].st_mtime_ns)
+        used = sum(stat.st_size for _, stat in files)
+        if used + num_bytes > budget:
+            for path, stat in files:
+                if used + num_bytes <= LOW_WATER * budget:
+                    break
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    used -= stat.st_size
+                    self.counters["evicted"] += 1
+        self._num_bytes = used
+
+    def _files(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in self.root.glob(f"{FOLDERS}/{pattern}"):
+            with suppress(FileNotFoundError):
+                yield path, path.stat()
+
+    # ------------------------------------------------------------ names and bytes
+
+    def _path(self, key: str, namespace: str, rank: int | None = None) -> Path:
+        assert key.isalnum(), "keys are hex digits"
+        space = blake2b(namespace.encode(), digest_size=8).hexdigest()
+        shard = f".{self._rank if rank is None else rank}of{self._ranks}" if self._ranks > 1 else ""
+        return self.root / self._fingerprint[:16] / space / key[:2] / f"{key}{shard}.safetensors"
+
+    def _header(self, key: str, form: Form, checksum: str) -> bytes:
+        """Length and JSON of a safetensors header. The same arguments give the same bytes."""
+        entries: dict[str, Any] = {
+            "__metadata__": {"format": FORMAT, "fingerprint": self._fingerprint, "key": key, "checksum": checksum}
+        }
+        size = form.layer_bytes
+        for i, layer in enumerate(form.layers):
+            entries[layer] = {
+                "dtype": form.dtype,
+                "shape": list(form.shape),
+                "data_offsets": [i * size, (i + 1) * size],
+            }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _checksum(self, key: str, form: Form, data: Bytes) -> str:
+        return f"{zlib.crc32(data.data, zlib.crc32(self._header(key, form, ''))):08x}"
+
+
+def _parse(raw: bytes | bytearray) -> tuple[tuple[str, ...], Form]:
+    """Metadata (format, fingerprint, key, checksum) and form of a header.
+
+    Raises:
+        ValueError: it is not one that `DiskTier._header` writes.
+    """
+    with suppress(ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        entries = json.loads(raw)
+        metadata = entries.pop("__metadata__")
+        first = next(iter(entries.values()))
+        tags = tuple(metadata[name] for name in ("format", "fingerprint", "key", "checksum"))
+        tokens, heads, row = first["shape"]
+        form = Form(tuple(entries), first["dtype"], (tokens, heads, row))
+        if all(type(tag) is str for tag in tags) and all(type(n) is int for n in form.shape) and form.num_bytes > 0:
+            return tags, form
+    raise ValueError("its header is damaged")
+
+
+def _words(form: Form) -> str:
+    return f"{len(form.layers)} layers of {form.dtype}{list(form.shape)}"
+
+
+def _read_exactly(file: FileIO, buffer: memoryview) -> None:
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise ValueError("it ends too early")
+        buffer = buffer[count:]
+
+
+def _write(path: Path, header: bytes, data: Bytes) -> None:
+    """Make `path` appear whole and durable, or not at all."""
+    _make_folder(path.parent)
+    temporary = path.parent / f".{_host()}-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    try:
+        with temporary.open("xb", buffering=0) as file:
+            for part in (memoryview(header), data.data):
+                while part:
+                    part = part[file.write(part) :]
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    """As `mkdir -p`, durable: each new entry is synced in the folder that holds it."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _host() -> str:
+    return blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+
+
+def _is_abandoned(name: str, mtime: float) -> bool:
+    """Whether nobody writes to the temporary file any more: its process on this host is gone, or a day has passed."""
+    if time.time() - mtime > STALE_S:
+        return True
+    host, _, rest = name.removeprefix(".").partition("-")
+    pid = rest.partition("-")[0]
+    if host != _host() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

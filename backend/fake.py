@@ -1,0 +1,238 @@
+"""An engine without a model: for tests, examples and dry runs.
+
+Answers are a pure function of the prompt's token ids, so two plans with the same ids get the same answer. A chunk's
+blocks are computed once for each namespace and preamble and are resident afterwards, in whatever prompt and at whatever
+position they are used. vLLM's cache of ordinary prompt prefixes is not imitated.
+
+All requests in flight advance together, one token a step, on the engine's one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request
+from lazyrag.backend.layout import Span, lay_out
+from lazyrag.backend.local import check_length
+from lazyrag.errors import EngineDeadError, EngineError, InputError, RequestError
+from lazyrag.tokens import Tokenizer
+from lazyrag.types import COMPUTED, DISK, HBM, Reuse, Segment
+
+BlockKey: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Namespace, preamble, and the chunk's tokens up to the block's end."""
+
+WORDS = ("blue", "stone", "river", "seven", "light", "under", "paper", "north", "glass", "early", "green", "salt")
+
+
+def words(request: Request) -> str:
+    """Eight words picked by a hash of the request's token ids; the default reply."""
+    digest = blake2b(repr(list(request.token_ids)).encode(), digest_size=8).digest()
+    return " ".join(WORDS[byte % len(WORDS)] for byte in digest)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request in flight. Only the engine's thread advances it; any thread may set `cancelled`."""
+
+    deltas: Iterator[Delta]
+    deliver: Deliver
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class FakeEngine:
+    """A deterministic `Engine` without torch or vLLM. Constructing it starts nothing.
+
+    Args:
+        tokenizer: folder with tokenizer.json and tokenizer_config.json.
+        mode: one of `lazyrag.backend.engine.MODES`.
+        model: the name that `info` shows.
+        max_model_len: tokens of prompt and answer together.
+        block_size: tokens a block.
+        reply: the text to answer with.
+        error: asked for every request; an error that it returns is the request's only event.
+        delay_s: seconds that a step takes.
+
+    Attributes:
+        requests: every request that was submitted, oldest first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str | Path,
+        *,
+        mode: str = "lazy",
+        model: str = "fake",
+        max_model_len: int = 4096,
+        block_size: int = 16,
+        reply: Callable[[Request], str] = words,
+        error: Callable[[Request], EngineError | None] = lambda request: None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._tokenizer = Tokenizer.from_folder(tokenizer)
+        self._info = EngineInfo(
+            model=model,
+            tokenizer=str(tokenizer),
+            mode=mode,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_bytes_per_token=0,
+            fingerprint=f"fake-{self._tokenizer.fingerprint}",
+        )
+        self._reply, self._error, self._delay_s = reply, error, delay_s
+        self.requests: list[Request] = []
+        self._resident: set[BlockKey] = set()
+        self._counters: Counter[str] = Counter()
+        self._running: list[_Running] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the text half must know; constant."""
+        return self._info
+
+    def submit(self, request: Request, deliver: Deliver) -> Cancel:
+        """See `lazyrag.backend.engine.Engine.submit`."""
+        running = _Running(self._run(request, time.monotonic()), deliver)
+        with self._changed:
+            self.requests.append(request)
+            closed = self._closed
+            if not closed:
+                self._running.append(running)
+                self._changed.notify()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._steps, name="lazyrag-fake-engine", daemon=True)
+                    self._thread.start()
+        if closed:
+            deliver(EngineDeadError("The engine is closed."))
+        return running.cancelled.set
+
+    def stats(self) -> dict[str, Any]:
+        """Sums over the finished requests: requests, prompt_tokens, reused_tokens, and segments by source."""
+        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, COMPUTED)
+        with self._changed:
+            return {key: self._counters[key] for key in keys}
+
+    def close(self) -> None:
+        """Stop; requests in flight get `EngineDeadError`. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def _steps(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self._closed)
+                batch = list(self._running)
+                if self._closed:
+                    break
+            time.sleep(self._delay_s)
+            for running in batch:
+                if self._ends(running):
+                    with self._changed:
+                        self._running.remove(running)
+        for running in batch:
+            running.deliver(EngineDeadError("The engine was closed while this request was in flight."))
+
+    def _ends(self, running: _Running) -> bool:
+        """Advance a request by one token; whether that was its last."""
+        if running.cancelled.is_set():
+            return True
+        try:
+            delta = next(running.deltas)
+        except EngineError as error:
+            running.deliver(error)
+            return True
+        running.deliver(delta)
+        return delta.finish_reason is not None
+
+    def _run(self, request: Request, submitted: float) -> Iterator[Delta]:
+        if error := self._error(request):
+            raise error
+        self._check(request)
+        reuse = self._prefill(request)
+        ttft_s = None
+        for delta in self._decode(request):
+            ttft_s = ttft_s or time.monotonic() - submitted
+            if delta.finish_reason is not None:
+                self._count(reuse)
+                delta = replace(delta, reuse=reuse, ttft_s=ttft_s)
+            yield delta
+
+    def _check(self, request: Request) -> None:
+        check_length(request, self._info.max_model_len)
+        spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
+        try:
+            lay_out(request.token_ids, spans, prefix_len=request.prefix_len, block_size=self._info.block_size, pad=0)
+        except InputError as error:
+            raise RequestError(error.what, why=error.why, fix=error.fix) from error
+
+    def _count(self, reuse: Reuse) -> None:
+        with self._changed:
+            self._counters.update(
+                requests=1,
+                prompt_tokens=reuse.prompt_tokens,
+                reused_tokens=reuse.reused_tokens,
+                **Counter(reuse.sources),
+            )
+
+    def _prefill(self, request: Request) -> Reuse:
+        """Make the request's chunks resident; what was so before is reused."""
+        preamble = tuple(request.token_ids[: request.prefix_len])
+        reused = 0
+        if preamble:
+            key = (request.namespace, preamble, ())
+            reused += len(preamble) if key in self._resident else 0
+            self._resident.add(key)
+        sources = []
+        for segment in request.segments:
+            blocks = list(self._blocks(request, segment, preamble))
+            held = self._resident.issuperset(blocks[segment.offset // self._info.block_size :])
+            reused += segment.num_tokens if held else 0
+            sources.append(HBM if held else COMPUTED)
+            self._resident.update(blocks)
+        return Reuse(len(request.token_ids), reused, tuple(sources))
+
+    def _blocks(self, request: Request, segment: Segment, preamble: tuple[int, ...]) -> Iterator[BlockKey]:
+        """The blocks of the segment's chunk, from the chunk's first to the segment's last."""
+        chunk = tuple(request.token_ids[segment.start - segment.offset : segment.start + segment.num_tokens])
+        for start in range(0, len(chunk), self._info.block_size):
+            yield request.namespace, preamble, chunk[: start + self._info.block_size]
+
+    def _decode(self, request: Request) -> Iterator[Delta]:
+        """The reply, token by token. A character that spans tokens comes with its last one."""
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self._info.max_model_len - len(request.token_ids))
+        ids = self._tokenizer.encode_plain(self._reply(request))
+        if sampling.ignore_eos:
+            ids = list(islice(cycle(ids), limit + 1))
+        full, ids = len(ids) > limit, ids[:limit]
+        text = self._tokenizer.decode(ids)
+        stops = [(text.index(stop), len(stop)) for stop in sampling.stop if stop in text]
+        cut, stop_len = min(stops, default=(len(text), 0))
+        shown = 0
+        for n, token in enumerate(ids, start=1):
+            known = len(text) if n == len(ids) else len(self._tokenizer.decode(ids[:n]).rstrip("\ufffd"))
+            stopped = bool(stops) and known >= cut + stop_len
+            reason = "stop" if stopped else None if n < len(ids) else "length" if full else "stop"
+            end = max(shown, min(known, cut))
+            logprobs = () if sampling.logprobs is None else ({token: 0.0},)
+            yield Delta(text[shown:end], (token,), logprobs, reason)
+            shown = end
+            if stopped:
+                return
+        if not ids:
+            yield Delta(finish_reason="stop")

@@ -1,0 +1,236 @@
+"""What every façade shares: which engine, how to generate, what to report, how tool calls look. No framework here."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from lazyrag.backend.engine import Delta, Sampling
+from lazyrag.client import LazyRAG
+from lazyrag.errors import InputError
+from lazyrag.types import Answer, Reuse
+
+
+class Connection(BaseModel):
+    """Which LazyRAG a façade talks to: the settings of `lazyrag.Config`, or a `LazyRAG` to share.
+
+    A setting that is None comes from the environment or lazyrag.toml. Façades with the same settings share one engine,
+    which starts with the first request.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+    model: str | None = Field(None, description="Folder or name of the model.")
+    mode: str | None = Field(None, description="exact, lazy or lazy-prefix.")
+    store: Path | str | None = Field(None, description="Folder of the document store.")
+    preamble: str | None = Field(None, description="Fixed text in front of every prompt (mode lazy-prefix).")
+    embedder: str | None = Field(None, description="Name of the embedding model.")
+    namespace: str | None = Field(None, description="Tenant; nothing is shared between namespaces.")
+    dtype: str | None = Field(None, description="Data type of weights and KV.")
+    max_model_len: int | None = Field(None, description="Tokens of prompt and answer together.")
+    base_url: str | None = Field(None, description="URL of a running engine.")
+    engine_args: dict[str, Any] | None = Field(None, description="More settings for vLLM, by its own names.")
+    lazyrag: LazyRAG | None = Field(None, exclude=True, repr=False, description="Use this client, not one of its own.")
+
+    _client: LazyRAG | None = PrivateAttr(None)
+
+    @property
+    def client(self) -> LazyRAG:
+        """The client behind this façade, found or made when it is first needed."""
+        if self._client is None:
+            given = {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
+            self._client = self.lazyrag or LazyRAG.shared(**given)
+        return self._client
+
+    @property
+    def model_name(self) -> str:
+        """The model as the settings name it, or its folder if the store knows it."""
+        return self.client.config.model or str(self.client.model)
+
+
+SETTINGS = tuple(name for name in Connection.model_fields if name != "lazyrag")
+
+
+class Generation(BaseModel):
+    """How a façade generates. A value that is None is the client's default."""
+
+    max_tokens: int | None = Field(None, description="Tokens to generate, at most.")
+    temperature: float | None = Field(None, description="0: always the likeliest token.")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens that make up this probability.")
+    top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: from all.")
+    seed: int | None = Field(None, description="Makes sampling repeatable.")
+    stop: list[str] | None = Field(None, description="Texts that end the answer; they are not part of it.")
+    timeout: float | None = Field(None, description="Seconds that a request may take.")
+
+    def sampling(self, client: LazyRAG, stop: Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
+        """The settings of one request.
+
+        Args:
+            client: for the defaults.
+            stop: replaces `self.stop` for this call.
+            call: further settings for this call, by the names of this class's fields, or `json_schema`.
+
+        Raises:
+            InputError: a name in `call` that is none of these.
+        """
+        if unknown := sorted(call.keys() - _PER_CALL):
+            raise InputError(
+                f"A request takes no {', '.join(unknown)}.", fix=f"It takes {', '.join(sorted(_PER_CALL))}."
+            )
+        values = {
+            "max_tokens": client.config.max_tokens,
+            "temperature": client.config.temperature,
+            **{name: value for name in Generation.model_fields if (value := getattr(self, name)) is not None},
+            **{name: value for name, value in call.items() if value is not None},
+        }
+        if stop is not None:
+            values["stop"] = stop
+        values["stop"] = tuple(values.get("stop", ()))
+        values["timeout_s"] = values.pop("timeout", None)
+        return Sampling(**values)
+
+
+_PER_CALL = {*Generation.model_fields, "json_schema"}
+
+
+# ---------------------------------------------------------------- what came back
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a stream of deltas has said so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> Answer | None:
+        """Take a delta in; the whole answer if it was the last one."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.finish_reason is None:
+            return None
+        return Answer(
+            self.text, tuple(self.token_ids), delta.finish_reason, delta.reuse or Reuse(0, 0), ttft_s=delta.ttft_s
+        )
+
+
+def report(answer: Answer) -> dict[str, Any]:
+    """What LazyRAG adds to a framework's answer, as plain values."""
+    return {
+        "prompt_tokens": answer.reuse.prompt_tokens,
+        "reused_tokens": answer.reuse.reused_tokens,
+        "computed_tokens": answer.reuse.computed_tokens,
+        "segments": len(answer.reuse.sources),
+        "sources": list(answer.reuse.sources),
+        "ttft_s": answer.ttft_s,
+    }
+
+
+def usage(answers: Iterable[Answer]) -> dict[str, int]:
+    """Token counts under the names that OpenAI gave them."""
+    answers = list(answers)
+    prompt, completion = sum(a.reuse.prompt_tokens for a in answers), sum(len(a.token_ids) for a in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+# ---------------------------------------------------------------- tools
+
+Tool = Mapping[str, Any]
+"""`{"type": "function", "function": {"name", "description", "parameters"}}`, as OpenAI writes it."""
+
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
+
+
+def check_tools(client: LazyRAG, tools: Sequence[Tool]) -> None:
+    """Refuse tools where the model would never see them.
+
+    Raises:
+        InputError: the chat template does not mention tools.
+    """
+    if tools and not takes_tools(client):
+        raise InputError(
+            f"The chat template of {client.config.model or 'this model'} has no place for tools.",
+            why="the model was not trained to call any.",
+            fix="Use a model with tool support, or leave the tools out.",
+        )
+
+
+def takes_tools(client: LazyRAG) -> bool:
+    """Whether the model's chat template has a place for tools."""
+    return "tools" in (client.tokenizer.chat_template or "")
+
+
+def call_schema(tools: Sequence[Tool], choice: str) -> Mapping[str, Any] | None:
+    """The JSON schema of a call, if the model must make one.
+
+    Args:
+        tools: those offered.
+        choice: "auto", "none", "required" (any of them), or the name of one.
+    """
+    if choice in ("auto", "none"):
+        return None
+    calls, definitions = [], {}
+    for function in (tool["function"] for tool in tools):
+        if choice in ("required", function["name"]):
+            arguments = dict(function.get("parameters", {}))
+            definitions |= arguments.pop("$defs", {})  # references to them start at the root
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+    if not calls:
+        raise InputError(
+            "tool_choice names a tool that is not among the tools given.",
+            fix=f"Name one of {', '.join(tool['function']['name'] for tool in tools)}.",
+        )
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+    """The calls in a reply, and the text around them.
+
+    Reads JSON in `<tool_call>` tags, or a reply that is JSON as a whole: one call or a list of them, each with `name`
+    and `arguments` (or `parameters`). A reply with anything else, or with a tool that was not offered, is all text.
+    """
+    names = {tool["function"]["name"] for tool in tools}
+    tagged = _TAGGED.findall(text)
+    calls = []
+    for block in tagged or [text.strip().removeprefix("[TOOL_CALLS]")]:
+        try:
+            value = json.loads(block)
+        except ValueError:
+            return text, []
+        for item in value if isinstance(value, list) else [value]:
+            call = _call(item, names)
+            if call is None:
+                return text, []
+            calls.append(call)
+    return _TAGGED.sub("", text).strip() if tagged else "", calls
+
+
+def _call(item: Any, names: set[str]) -> ToolCall | None:
+    if not isinstance(item, dict) or item.get("name") not in names:
+        return None
+    arguments = item.get("arguments", item.get("parameters", {}))
+    return ToolCall(item["name"], arguments) if isinstance(arguments, dict) else None

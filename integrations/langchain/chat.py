@@ -1,0 +1,203 @@
+"""LangChain's interface for chat models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Literal
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel
+
+from lazyrag.backend.engine import Delta, Sampling
+from lazyrag.chat import Message
+from lazyrag.integrations.common import Heard, Tool, call_schema, check_tools
+from lazyrag.integrations.langchain.convert import (
+    langchain_errors,
+    to_chunk,
+    to_message,
+    to_messages,
+    to_single_chunk,
+)
+from lazyrag.integrations.langchain.model import LangChainModel
+from lazyrag.types import Answer
+
+AnyTool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+
+
+class ChatLazyRAG(LangChainModel, BaseChatModel):
+    """A chat model: messages are rendered with the model's own chat template.
+
+    Chunks that were ingested or registered are found in any message, and their KV is reused. `usage_metadata` counts
+    their tokens as `cache_read`; `response_metadata["lazyrag"]` says where each came from. Constructing it starts
+    nothing.
+
+    Example:
+        ChatLazyRAG(model="path/to/model", store="kb").invoke("What changed in the last release?")
+    """
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            call = self._call(messages, stop, kwargs)
+            (answer,) = self.client.generate([call.messages], call.sampling, tools=call.tools)
+            return call.result(answer)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            call = self._call(messages, stop, kwargs)
+            (answer,) = await self.client.agenerate([call.messages], call.sampling, tools=call.tools)
+            return call.result(answer)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with langchain_errors():
+            call = self._call(messages, stop, kwargs)
+            for delta in self.client.stream(call.messages, call.sampling, tools=call.tools):
+                yield from call.chunks(delta)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with langchain_errors():
+            call = self._call(messages, stop, kwargs)
+            async for delta in self.client.astream(call.messages, call.sampling, tools=call.tools):
+                for chunk in call.chunks(delta):
+                    yield chunk
+
+    def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> _Call:
+        kwargs = dict(kwargs)
+        tools: list[Tool] = list(kwargs.pop("tools", None) or ())
+        choice = _choice(kwargs.pop("tool_choice", None))
+        check_tools(self.client, tools)
+        if schema := call_schema(tools, choice):
+            kwargs["json_schema"] = schema
+        offered = tools if choice != "none" else []
+        return _Call(to_messages(messages), self._sampling(stop, kwargs), offered or None, model=self.model_name)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[AnyTool] | None = None) -> int:
+        """Tokens of the messages as the model sees them, chat template included."""
+        offered = [convert_to_openai_tool(tool) for tool in tools or ()]
+        with langchain_errors():
+            return len(self.client.plan(to_messages(messages), tools=offered or None).token_ids)
+
+    def bind_tools(
+        self,
+        tools: Sequence[AnyTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A model that may call these tools.
+
+        The chat template shows them to the model, and calls are read out of its reply.
+
+        Args:
+            tools: anything that LangChain can describe as a tool.
+            tool_choice: None or "auto": the model decides. "any", "required" or True: it must call one of them. A
+                name: it must call that one. "none": it must not call any.
+            strict: add `strict` to the tools' descriptions.
+            **kwargs: settings of the request.
+
+        Raises:
+            InputError: (by the request) the model's chat template has no place for tools.
+        """
+        described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        return self.bind(tools=described, tool_choice=tool_choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "json_mode", "function_calling"] = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """A model that answers in the schema.
+
+        Args:
+            schema: a Pydantic class (the answer is an instance of it), a TypedDict or a JSON schema (it is a dict).
+            include_raw: answer `{"raw": message, "parsed": ..., "parsing_error": ...}`.
+            method: "json_schema" admits nothing else while generating; "json_mode" admits any JSON object, of which
+                the prompt must say what it holds; "function_calling" makes the model call a tool with this schema.
+            strict: as LangChain's `convert_to_json_schema`.
+            **kwargs: further settings for `method="function_calling"`.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        wanted = {"type": "object"} if method == "json_mode" else convert_to_json_schema(schema, strict=strict)
+        model = self.bind(
+            json_schema=wanted,
+            ls_structured_output_format={"kwargs": {"method": method}, "schema": wanted},
+            **kwargs,
+        )
+        parser: PydanticOutputParser[Any] | JsonOutputParser = JsonOutputParser()
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+@dataclass(slots=True)
+class _Call:
+    """One request in LazyRAG's terms, and the way back."""
+
+    messages: list[Message]
+    sampling: Sampling
+    tools: list[Tool] | None
+    model: str
+    heard: Heard = field(default_factory=Heard)
+
+    def result(self, answer: Answer) -> ChatResult:
+        return ChatResult(generations=[ChatGeneration(message=to_message(answer, self.model, self.tools or ()))])
+
+    def chunks(self, delta: Delta) -> Iterator[ChatGenerationChunk]:
+        """What to pass on at this delta. With tools it is the whole reply at its end: no sooner can a call be told."""
+        answer = self.heard.add(delta)
+        if not self.tools:
+            yield ChatGenerationChunk(message=to_chunk(delta, answer, self.model))
+        elif answer:
+            yield ChatGenerationChunk(message=to_single_chunk(to_message(answer, self.model, self.tools)))
+
+
+def _choice(tool_choice: str | bool | Mapping[str, Any] | None) -> str:
+    if not tool_choice:
+        return "auto"
+    if isinstance(tool_choice, Mapping):
+        name: str = tool_choice["function"]["name"]
+        return name
+    return "required" if tool_choice in (True, "any") else str(tool_choice)

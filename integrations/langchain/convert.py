@@ -1,0 +1,206 @@
+"""LangChain's types to ours and back. No policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from langchain_core import exceptions
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import tool_call
+
+from lazyrag import errors
+from lazyrag.backend.engine import Delta
+from lazyrag.chat import Message
+from lazyrag.integrations.common import Tool, parse_tool_calls, report
+from lazyrag.types import Answer, Hit
+
+# ---------------------------------------------------------------- messages in
+
+
+def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
+    """Our messages from LangChain's.
+
+    Raises:
+        InputError: content that is not text, or a message of an unknown kind.
+    """
+    return [_to_message(message) for message in messages]
+
+
+def _to_message(message: BaseMessage) -> Message:
+    content = _text(message)
+    if isinstance(message, ToolMessage):
+        return Message("tool", content, tool_call_id=message.tool_call_id, name=message.name)
+    if isinstance(message, AIMessage):
+        calls = tuple(
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
+            for call in message.tool_calls
+        )
+        return Message("assistant", content, tool_calls=calls, name=message.name)
+    return Message(_role(message), content, name=message.name)
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, HumanMessage):
+        return "user"
+    if isinstance(message, SystemMessage):
+        return "system"
+    if isinstance(message, ChatMessage):
+        return message.role
+    raise errors.InputError(
+        f"A {type(message).__name__} cannot be sent to a chat model.",
+        fix="Use SystemMessage, HumanMessage, AIMessage, ToolMessage or ChatMessage.",
+    )
+
+
+def _text(message: BaseMessage) -> str:
+    """The message's text blocks as one string; what an assistant's other blocks say, its attributes say, too."""
+    if isinstance(message.content, str):
+        return message.content
+    parts = []
+    for block in message.content:
+        if isinstance(block, str):
+            parts.append(block)
+        elif block.get("type") == "text":
+            parts.append(block["text"])
+        elif not isinstance(message, AIMessage):
+            raise errors.InputError(
+                f"A message holds a block of type {block.get('type')!r}.", why="LazyRAG sends text to the model only."
+            )
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------- answers out
+
+
+def to_usage(answer: Answer) -> UsageMetadata:
+    """Token counts; tokens whose KV was reused are `cache_read`."""
+    prompt, completion = answer.reuse.prompt_tokens, len(answer.token_ids)
+    return UsageMetadata(
+        input_tokens=prompt,
+        output_tokens=completion,
+        total_tokens=prompt + completion,
+        input_token_details={"cache_read": answer.reuse.reused_tokens},
+    )
+
+
+def to_metadata(answer: Answer, model: str) -> dict[str, Any]:
+    """What `response_metadata` holds."""
+    return {"model_name": model, "finish_reason": answer.finish_reason, "lazyrag": report(answer)}
+
+
+def to_message(answer: Answer, model: str, tools: Sequence[Tool] = ()) -> AIMessage:
+    """The whole answer as a message; with tools, calls are read out of its text."""
+    content, calls = parse_tool_calls(answer.text, tools) if tools else (answer.text, [])
+    metadata = to_metadata(answer, model)
+    if calls:
+        metadata["finish_reason"] = "tool_calls"
+    return AIMessage(
+        content=content,
+        tool_calls=[tool_call(name=call.name, args=dict(call.arguments), id=call.id) for call in calls],
+        usage_metadata=to_usage(answer),
+        response_metadata=metadata,
+    )
+
+
+def to_chunk(delta: Delta, answer: Answer | None, model: str) -> AIMessageChunk:
+    """A piece of a streamed answer; `answer` is the whole one, with the last piece only."""
+    if answer is None:
+        return AIMessageChunk(content=delta.text)
+    return AIMessageChunk(
+        content=delta.text,
+        usage_metadata=to_usage(answer),
+        response_metadata=to_metadata(answer, model),
+        chunk_position="last",
+    )
+
+
+def to_single_chunk(message: AIMessage) -> AIMessageChunk:
+    """A whole message as a stream of one chunk."""
+    return AIMessageChunk(
+        content=message.content,
+        tool_calls=message.tool_calls,
+        usage_metadata=message.usage_metadata,
+        response_metadata=message.response_metadata,
+        chunk_position="last",
+    )
+
+
+def to_document(hit: Hit) -> Document:
+    """A hit as a document whose text is the chunk's, character by character."""
+    chunk = hit.chunk
+    metadata = {
+        **chunk.metadata,
+        "lazyrag_chunk_id": chunk.id,
+        "source": chunk.source,
+        "page": chunk.page,
+        "start": chunk.start,
+        "end": chunk.end,
+        "score": hit.score,
+    }
+    if chunk.title is not None:
+        metadata["title"] = chunk.title
+    return Document(page_content=chunk.text, id=chunk.id, metadata=metadata)
+
+
+def format_docs(docs: Iterable[Document]) -> str:
+    """The documents' texts with an empty line between them, for a prompt's `{context}`.
+
+    A list of documents put into a template as it is becomes a Python repr, in which no chunk is found.
+    """
+    return "\n\n".join(doc.page_content for doc in docs)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _langchain_error(name: str) -> type[Exception]:
+    """LangChain's exception of this name, or its base where the installed version has none."""
+    found: type[Exception] = getattr(exceptions, name, exceptions.LangChainException)
+    return found
+
+
+class ContextOverflowError(errors.ContextOverflowError, _langchain_error("ContextOverflowError")):  # type: ignore[misc]
+    """LazyRAG's and LangChain's error in one."""
+
+
+class RequestTimeoutError(errors.RequestTimeoutError, _langchain_error("ModelTimeoutError")):  # type: ignore[misc]
+    """LazyRAG's and LangChain's error in one."""
+
+
+class RequestError(errors.RequestError, _langchain_error("ModelInvalidRequestError")):  # type: ignore[misc]
+    """LazyRAG's and LangChain's error in one."""
+
+
+class InputError(errors.InputError, _langchain_error("ModelInvalidRequestError")):  # type: ignore[misc]
+    """LazyRAG's and LangChain's error in one."""
+
+
+class EngineDeadError(errors.EngineDeadError, _langchain_error("ModelConnectionError")):  # type: ignore[misc]
+    """LazyRAG's and LangChain's error in one."""
+
+
+_BOTH = (ContextOverflowError, RequestTimeoutError, RequestError, InputError, EngineDeadError)
+
+
+@contextmanager
+def langchain_errors() -> Iterator[None]:
+    """Raise LazyRAG's errors as LangChain's where it has one for them, so that code catching either goes on working."""
+    try:
+        yield
+    except errors.LazyRAGError as error:
+        for both in _BOTH:
+            if isinstance(error, both.__bases__[0]):
+                raise both(error.what, why=error.why, fix=error.fix) from error
+        raise

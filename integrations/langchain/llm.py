@@ -1,0 +1,92 @@
+"""LangChain's interface for models that continue a string."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from lazyrag.backend.engine import Delta
+from lazyrag.integrations.common import Heard, report, usage
+from lazyrag.integrations.langchain.convert import langchain_errors
+from lazyrag.integrations.langchain.model import LangChainModel
+from lazyrag.types import Answer
+
+
+class LazyRAGLLM(LangChainModel, BaseLLM):
+    """A model that continues the prompt as it is, without a chat template.
+
+    Chunks that were ingested or registered are found in the prompt, wherever it holds them, and their KV is reused;
+    `generation_info["lazyrag"]` says how much of it. Constructing it starts nothing.
+
+    Example:
+        inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
+        chain = inputs | prompt | LazyRAGLLM(model="path/to/model", store="kb")
+    """
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        with langchain_errors():
+            return self._result(self.client.generate(prompts, self._sampling(stop, kwargs)))
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        with langchain_errors():
+            return self._result(await self.client.agenerate(prompts, self._sampling(stop, kwargs)))
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        heard = Heard()
+        with langchain_errors():
+            for delta in self.client.stream(prompt, self._sampling(stop, kwargs)):
+                chunk = _to_chunk(delta, heard.add(delta))
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        heard = Heard()
+        with langchain_errors():
+            async for delta in self.client.astream(prompt, self._sampling(stop, kwargs)):
+                chunk = _to_chunk(delta, heard.add(delta))
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _result(self, answers: Sequence[Answer]) -> LLMResult:
+        return LLMResult(
+            generations=[[Generation(text=a.text, generation_info=_info(a))] for a in answers],
+            llm_output={"token_usage": usage(answers), "model_name": self.model_name},
+        )
+
+
+def _info(answer: Answer) -> dict[str, Any]:
+    return {"finish_reason": answer.finish_reason, "lazyrag": report(answer)}
+
+
+def _to_chunk(delta: Delta, answer: Answer | None) -> GenerationChunk:
+    return GenerationChunk(text=delta.text, generation_info=_info(answer) if answer else None)

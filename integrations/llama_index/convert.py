@@ -1,0 +1,112 @@
+"""LlamaIndex's types to ours and back. No policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    ContentBlock,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+
+from lazyrag.backend.engine import Delta
+from lazyrag.chat import Message
+from lazyrag.errors import InputError
+from lazyrag.integrations.common import Tool, parse_tool_calls, report, usage
+from lazyrag.types import Answer, Hit
+
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+"""Roles that chat templates call by another name."""
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Our messages from LlamaIndex's.
+
+    Raises:
+        InputError: content that is not text.
+    """
+    return [_to_message(message) for message in messages]
+
+
+def _to_message(message: ChatMessage) -> Message:
+    calls = []
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            function = {"name": block.tool_name, "arguments": block.tool_kwargs}
+            calls.append({"id": block.tool_call_id, "type": "function", "function": function})
+        elif not isinstance(block, TextBlock | ThinkingBlock | CachePoint):
+            raise InputError(
+                f"A message holds a block of type {block.block_type!r}.", why="LazyRAG sends text to the model only."
+            )
+    return Message(
+        _ROLES.get(message.role, message.role.value),
+        message.content or "",
+        tool_calls=tuple(calls),
+        tool_call_id=message.additional_kwargs.get("tool_call_id"),
+        name=message.additional_kwargs.get("name"),
+    )
+
+
+def to_chat_response(answer: Answer, model: str, tools: Sequence[Tool] = (), delta: str | None = None) -> ChatResponse:
+    """The whole answer; with tools, calls are read out of its text."""
+    text, calls = parse_tool_calls(answer.text, tools) if tools else (answer.text, [])
+    blocks: list[ContentBlock] = [TextBlock(text=text)]
+    blocks += [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments)) for call in calls
+    ]
+    return ChatResponse(
+        message=ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks), delta=delta, **_details(answer, model)
+    )
+
+
+def to_chat_delta(delta: Delta, text: str) -> ChatResponse:
+    """A piece of a streamed answer; `text` is all of it so far."""
+    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta.text)
+
+
+def to_completion(answer: Answer, model: str, delta: str | None = None) -> CompletionResponse:
+    """The whole answer."""
+    return CompletionResponse(text=answer.text, delta=delta, **_details(answer, model))
+
+
+def _details(answer: Answer, model: str) -> dict[str, Any]:
+    counts, reuse = usage([answer]), report(answer)
+    raw = {"model": model, "finish_reason": answer.finish_reason, "usage": counts, "lazyrag": reuse}
+    # LlamaIndex's token counters read the counts from here.
+    return {"raw": raw, "additional_kwargs": {**counts, "lazyrag": reuse}}
+
+
+def to_node(hit: Hit) -> NodeWithScore:
+    """A hit as a node whose text is the chunk's, character by character.
+
+    The metadata is for the application's citations; the model and the embedder are not shown it.
+    """
+    chunk = hit.chunk
+    metadata = {**chunk.metadata, "source": chunk.source, "page": chunk.page}
+    if chunk.title is not None:
+        metadata["title"] = chunk.title
+    node = TextNode(
+        id_=chunk.id,
+        text=chunk.text,
+        metadata=metadata,
+        excluded_llm_metadata_keys=list(metadata),
+        excluded_embed_metadata_keys=list(metadata),
+        start_char_idx=chunk.start,
+        end_char_idx=chunk.end,
+        relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)},
+    )
+    return NodeWithScore(node=node, score=hit.score)

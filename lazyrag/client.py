@@ -7,6 +7,7 @@ import atexit
 import json
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -18,15 +19,19 @@ from lazyrag.errors import ConfigError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, ChunkId, PromptPlan, Reuse
+from lazyrag.types import Answer, ChunkId, Hit, PromptPlan, Reuse
 
 if TYPE_CHECKING:
+    from lazyrag.retrievers.search import Searcher
     from lazyrag.retrievers.store import Store
 
 Prompt: TypeAlias = str | Sequence[Message] | PromptPlan
 
 DEFAULT_BLOCK_SIZE = 32
 """For planning without an engine; a running engine says its own."""
+
+SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
+"""The system message of `LazyRAG.query`, unless the preamble (mode `lazy-prefix`) holds another."""
 
 
 class LazyRAG:
@@ -57,6 +62,7 @@ class LazyRAG:
         self._store: Store | None = None
         self._library: Library | None = None
         self._planner: Planner | None = None
+        self._searcher: Searcher | None = None
 
     @classmethod
     def shared(cls, config: Config | None = None, **settings: Any) -> LazyRAG:
@@ -235,6 +241,63 @@ class LazyRAG:
         tail = self.tokenizer.encode_plain("\n")[-1]
         yield from engines.warm(self.engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
 
+    # ------------------------------------------------------------ what needs a store
+
+    def search(self, query: str, k: int = 4) -> list[Hit]:
+        """The k stored chunks nearest to a query, each with the place it came from.
+
+        Raises:
+            ConfigError: no store is configured, or it was embedded with another model.
+        """
+        return self._search().search(query, k, namespace=self.config.namespace)
+
+    async def asearch(self, query: str, k: int = 4) -> list[Hit]:
+        """As `search`, without blocking the caller's event loop."""
+        return await asyncio.to_thread(self.search, query, k)
+
+    def _search(self) -> Searcher:
+        with self._lock:
+            if self._searcher is None:
+                from lazyrag.retrievers.embed import load_embedder
+                from lazyrag.retrievers.search import Searcher
+
+                self._searcher = Searcher(self._needed_store(), load_embedder(self.config.embedder))
+            return self._searcher
+
+    def _needed_store(self) -> Store:
+        if self.store is None:
+            raise ConfigError("No store is named.", fix="Pass store=..., --store or LAZYRAG_STORE: a folder.")
+        return self.store
+
+    def question(self, question: str, k: int = 4) -> tuple[Prompt, list[Hit]]:
+        """The prompt that `query` sends for a question, and the stored chunks it holds."""
+        hits = self.search(question, k)
+        passages = "\n\n".join(f"[{i}] {hit.chunk.source}\n{hit.chunk.text}" for i, hit in enumerate(hits, 1))
+        content = f"{passages}\n\nQuestion: {question}"
+        preamble = self.config.preamble if self.config.mode == "lazy-prefix" else ""
+        if self.tokenizer.chat_template is None:
+            return f"{preamble or SYSTEM}\n\n{content}\nAnswer:", hits
+        system = system_of(self.tokenizer, preamble) if preamble else SYSTEM
+        return [Message("system", system), Message("user", content)], hits
+
+    def query(self, question: str, k: int = 4, sampling: Sampling | None = None) -> Answer:
+        """Answer a question from the store: retrieve, build an ordinary chat prompt, generate. `Answer.hits` cites."""
+        prompt, hits = self.question(question, k)
+        (answer,) = self.generate([prompt], sampling)
+        return replace(answer, hits=tuple(hits))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the store, of its KV on disk, and of the engine if it runs."""
+        out: dict[str, Any] = {}
+        if self.store is not None:
+            out["store"] = self.store.stats(self.config.namespace)
+        if self.config.kv_dir is not None:
+            files = [path for path in self.config.kv_dir.rglob("*.safetensors") if path.is_file()]
+            out["kv"] = {"chunks": len(files), "bytes": sum(path.stat().st_size for path in files)}
+        if self._engine is not None:
+            out["engine"] = self._engine.stats()
+        return out
+
     def _request(self, plan: PromptPlan, sampling: Sampling | None) -> Request:
         default = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
         return Request(plan.token_ids, plan.segments, plan.prefix_len, sampling or default, self.config.namespace)
@@ -285,6 +348,26 @@ def context_window(model: Path) -> int:
     if not isinstance(found, int):
         raise ConfigError(f"{model}/config.json names no max_position_embeddings.", fix="Set max_model_len.")
     return found
+
+
+def system_of(tokenizer: Tokenizer, preamble: str) -> str:
+    """The system message with which the model's chat template renders to a text that begins with `preamble`.
+
+    Raises:
+        ConfigError: there is none, so chats could never reuse chunks that were computed behind this preamble.
+    """
+    mark = "lazyrag-system-message"
+    rendered = render(tokenizer, [Message("system", mark), Message("user", "?")]).text
+    before, _, after = rendered.partition(mark)
+    for length in range(len(after), -1, -1):
+        end = len(preamble) - length
+        if preamble.startswith(before) and len(before) < end and preamble.endswith(after[:length]):
+            return preamble[len(before) : end]
+    raise ConfigError(
+        "The preamble is no beginning of a chat with this model:",
+        why="it must be what the chat template makes of a system message.",
+        fix=f"Write it as: {before!r} + message + {after[: after.find('?')]!r}",
+    )
 
 
 _engines: dict[tuple[Any, ...], Engine] = {}

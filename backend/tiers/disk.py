@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "lazyrag-kv-1"
 """Version of the file's layout. What the numbers in it mean is the fingerprint's business."""
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
 """Bytes an element, by safetensors' name of the dtype."""
 
 MAX_HEADER_BYTES = 1 << 20

@@ -1,0 +1,237 @@
+"""DECIDE: a prompt -> pieces with their tokens, and which of them reuse a chunk's KV.
+
+    prompt   preamble | literal |   chunk A   | literal |  chunk B, cut | literal ...
+    tokens   by itself  by itself  A's own ids  by itself   B's first blocks   by itself
+
+Each piece is tokenised by itself, and a chunk always has its own ids, whatever stands around it. The ids depend on the
+prompt, the chunks and the preamble, never on the mode, so that modes can be compared token by token. The pieces' texts
+concatenate to the prompt: nothing is sent that the application did not write, except the BOS token of models that want
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TypeAlias
+
+from lazyrag.backend.engine import MODES
+from lazyrag.chat import CONTENT, MIXED, TEMPLATE, TextPiece
+from lazyrag.errors import ConfigError
+from lazyrag.segmenter import Segmenter
+from lazyrag.tokens import Tokenizer
+from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan
+
+TOO_SHORT = "shorter than the minimum"
+CUT_TOO_EARLY = "cut before the end of its first block"
+AT_END = "the prompt ends in it, and its last token must be computed to go on from"
+NO_ROUND_TRIP = "its text does not survive the tokenizer"
+NO_PREAMBLE = "the prompt does not begin with the preamble that chunks are computed behind"
+TOO_MANY = "more chunks than one request may have; the shortest are left out"
+MODE_EXACT = "mode exact reuses only prefixes"
+REASONS = (TOO_SHORT, CUT_TOO_EARLY, AT_END, NO_ROUND_TRIP, NO_PREAMBLE, TOO_MANY, MODE_EXACT)
+"""Why a chunk is not reused (`Piece.reason`)."""
+
+TokensOf: TypeAlias = Callable[[ChunkId], Sequence[int]]
+"""A chunk's own token ids; empty if they are not known."""
+
+
+class Planner:
+    """Plans prompts for one engine. Thread-safe if `get_tokens` is.
+
+    Args:
+        tokenizer: the model's.
+        segmenter: finds the chunks.
+        mode: one of `engine.MODES`.
+        block_size: tokens a KV block of the engine.
+        preamble: text that prompts begin with: a string prompt's own beginning, or a chat's first content (its system
+            message). In mode `lazy-prefix` chunks are computed behind it. It is a piece of its own in every mode.
+        min_tokens: chunks with fewer tokens are not reused.
+        max_segments: how many chunks one request may reuse; None: any number.
+        get_tokens: where chunks' ids are kept; None, or what it does not know, is encoded here.
+
+    Raises:
+        ConfigError: an unknown mode, or `lazy-prefix` without a preamble.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        segmenter: Segmenter,
+        *,
+        mode: str,
+        block_size: int,
+        preamble: str = "",
+        min_tokens: int = 16,
+        max_segments: int | None = None,
+        get_tokens: TokensOf | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"{mode!r} is no mode.", fix=f"Use one of {', '.join(MODES)}.")
+        if mode == "lazy-prefix" and not preamble:
+            raise ConfigError("Mode lazy-prefix needs a preamble.", fix="Set preamble=... or use mode lazy.")
+        self.tokenizer = tokenizer
+        self.segmenter = segmenter
+        self.mode = mode
+        self.block_size = block_size
+        self.preamble = preamble
+        self.min_tokens = min_tokens
+        self.max_segments = max_segments
+        self._get_tokens = get_tokens
+        self._chunk_ids = lru_cache(maxsize=4096)(self._encode_chunk)
+
+    def plan_text(self, text: str, hints: Sequence[str] = (), *, special: str = "allow") -> PromptPlan:
+        """Plan a prompt that the application wrote as one string.
+
+        Args:
+            text: the prompt.
+            hints: see `Segmenter.find`.
+            special: "allow": control tokens in it are meant, except inside chunks; "plain": they are text.
+
+        Raises:
+            InputError: the text holds a lone surrogate.
+        """
+        if special not in ("allow", "plain"):
+            raise ConfigError(f"special={special!r} is unknown.", fix='Use "allow" or "plain".')
+        return self._plan([TextPiece(text, MIXED if special == "allow" else CONTENT)], hints, may_add_bos=True)
+
+    def plan_pieces(self, pieces: Sequence[TextPiece], hints: Sequence[str] = ()) -> PromptPlan:
+        """Plan a rendered chat (`RenderedChat.pieces`). It gets no BOS token: its template wrote one, if there is one.
+
+        Raises:
+            InputError: the text holds a lone surrogate.
+        """
+        return self._plan(pieces, hints, may_add_bos=False)
+
+    def _plan(self, pieces: Sequence[TextPiece], hints: Sequence[str], *, may_add_bos: bool) -> PromptPlan:
+        split = self._preamble_end(pieces)
+        preamble, rest = _split_at(pieces, split)
+        out: list[Piece] = []
+        for piece in preamble:
+            out.append(self._literal(piece.text, piece.kind, start=not out))
+        num_preamble = len(out)
+        for piece in rest:
+            for part in self._parts(piece, hints):
+                out.append(part if isinstance(part, Piece) else self._literal(part, piece.kind, start=not out))
+        if may_add_bos and (front := self.tokenizer.front(out[0].token_ids if out else ())):
+            out.insert(0, Piece("", tuple(front)))
+            num_preamble += 1
+        prefix_len = 0
+        if self.mode == "lazy-prefix" and split and len(out) > num_preamble:
+            prefix_len = sum(len(piece.token_ids) for piece in out[:num_preamble])
+        return PromptPlan(tuple(self._decide(out, prefix_len)), prefix_len)
+
+    # ---------------------------------------------------------------- pieces
+
+    def _preamble_end(self, pieces: Sequence[TextPiece]) -> int:
+        """How many characters of the prompt the preamble and what stands before it are; 0 if it does not begin so."""
+        if not self.preamble:
+            return 0
+        text = "".join(piece.text for piece in pieces)
+        if text.startswith(self.preamble):
+            return len(self.preamble)
+        opening = next((len(piece.text) for piece in pieces[:1] if piece.kind == TEMPLATE), 0)
+        preamble = self.preamble.strip()
+        content = text[opening:].lstrip()
+        return len(text) - len(content) + len(preamble) if opening and content.startswith(preamble) else 0
+
+    def _parts(self, piece: TextPiece, hints: Sequence[str]) -> Iterator[str | Piece]:
+        """Literal texts and chunks in order."""
+        at = 0
+        for found in [] if piece.kind == TEMPLATE else self.segmenter.find(piece.text, hints):
+            if at < found.start:
+                yield piece.text[at : found.start]
+            chunk = self._chunk(piece.text[found.start : found.end], found, hints)
+            yield chunk
+            at = found.end
+            if rest := piece.text[found.start + len(chunk.text) : at]:
+                # The last tokens of a cut chunk: still a document's text, in which nothing is a control token.
+                yield self._literal(rest, CONTENT, start=False)
+        if at < len(piece.text):
+            yield piece.text[at:]
+
+    def _literal(self, text: str, kind: str, *, start: bool) -> Piece:
+        if kind == CONTENT:
+            return Piece(text, tuple(self.tokenizer.encode_plain(text, start=start)))
+        return Piece(text, tuple(self.tokenizer.encode_template(text, start=start)))
+
+    def _chunk(self, shown: str, found: Occurrence, hints: Sequence[str]) -> Piece:
+        """The piece of a chunk that is `shown`; of a cut one, its whole blocks."""
+        if found.whole:
+            ids = self._chunk_ids(found.chunk_id, shown)
+            reason = NO_ROUND_TRIP
+        else:
+            text = self.segmenter.texts([found.chunk_id], hints).get(found.chunk_id, shown)
+            ids, num_chars = self._head(text, max_chars=len(shown))
+            shown = shown[: num_chars or None]
+            reason = CUT_TOO_EARLY
+        if ids:
+            return Piece(shown, ids, found.chunk_id, reuse=True)
+        return Piece(shown, tuple(self.tokenizer.encode_plain(shown)), found.chunk_id, reason=reason)
+
+    def _encode_chunk(self, chunk_id: ChunkId, text: str) -> tuple[int, ...]:
+        """The chunk's ids, checked against its text; empty if the text does not survive the tokenizer."""
+        known = tuple(self._get_tokens(chunk_id)) if self._get_tokens else ()
+        for ids in (known, tuple(self.tokenizer.encode_plain(text))):
+            if ids and self.tokenizer.decode(ids) == text:
+                return ids
+        return ()
+
+    def _head(self, text: str, *, max_chars: int, max_tokens: int | None = None) -> tuple[tuple[int, ...], int]:
+        """The most whole blocks of a chunk within its first characters and tokens: their ids and their characters.
+
+        Both are empty if no block fits, or if the ids do not stand for exactly that text.
+        """
+        ids, offsets = self.tokenizer.encode_plain_with_offsets(text)
+        fitting = sum(end <= max_chars for _, end in offsets)
+        fitting = min(fitting, len(ids) if max_tokens is None else max_tokens)
+        for num_tokens in range(fitting // self.block_size * self.block_size, 0, -self.block_size):
+            num_chars = offsets[num_tokens - 1][1]
+            # A character may take several tokens; a block that ends among them decodes to something else.
+            if self.tokenizer.decode(ids[:num_tokens]) == text[:num_chars]:
+                return tuple(ids[:num_tokens]), num_chars
+        return (), 0
+
+    # ---------------------------------------------------------------- reuse
+
+    def _decide(self, pieces: Sequence[Piece], prefix_len: int) -> Iterator[Piece]:
+        """The pieces, with every chunk that the engine cannot or may not reuse marked so."""
+        usable = [i for i, p in enumerate(pieces) if p.reuse and len(p.token_ids) >= self.min_tokens]
+        longest_first = sorted(usable, key=lambda i: -len(pieces[i].token_ids))
+        allowed = set(longest_first[: self.max_segments])
+        for i, piece in enumerate(pieces):
+            if not piece.reuse:
+                yield piece
+            elif i not in usable:
+                yield replace(piece, reuse=False, reason=TOO_SHORT)
+            elif self.mode == "exact":
+                yield replace(piece, reuse=False, reason=MODE_EXACT)
+            elif self.mode == "lazy-prefix" and not prefix_len:
+                yield replace(piece, reuse=False, reason=NO_PREAMBLE)
+            elif i not in allowed:
+                yield replace(piece, reuse=False, reason=TOO_MANY)
+            elif i == len(pieces) - 1:
+                yield from self._without_end(piece)
+            else:
+                yield piece
+
+    def _without_end(self, piece: Piece) -> Iterator[Piece]:
+        """A chunk that the prompt ends in: its last tokens, up to a block border, are computed."""
+        ids, num_chars = self._head(piece.text, max_chars=len(piece.text), max_tokens=len(piece.token_ids) - 1)
+        if len(ids) < self.min_tokens or ids != piece.token_ids[: len(ids)]:
+            yield replace(piece, reuse=False, reason=AT_END)
+            return
+        yield replace(piece, text=piece.text[:num_chars], token_ids=ids)
+        yield Piece(piece.text[num_chars:], piece.token_ids[len(ids) :], reason=AT_END)
+
+
+def _split_at(pieces: Sequence[TextPiece], end: int) -> tuple[list[TextPiece], list[TextPiece]]:
+    """The pieces of the first `end` characters, and the others; empty ones are left out."""
+    before, after = [], []
+    for piece in pieces:
+        cut = min(len(piece.text), max(end, 0))
+        before.append(TextPiece(piece.text[:cut], piece.kind))
+        after.append(TextPiece(piece.text[cut:], piece.kind))
+        end -= len(piece.text)
+    return [piece for piece in before if piece.text], [piece for piece in after if piece.text]

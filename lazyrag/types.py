@@ -134,7 +134,8 @@ class Piece:
     Attributes:
         chunk_id: the chunk that this text is, or None for literal text.
         reuse: whether the engine may reuse the chunk's KV here.
-        reason: why not, if `chunk_id` is set and `reuse` is False; else empty.
+        reason: why not, if `chunk_id` is set and `reuse` is False, or if this is the computed end of a chunk that the
+            prompt ends in; else empty.
     """
 
     text: str

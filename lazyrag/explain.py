@@ -1,0 +1,148 @@
+"""Why each part of a prompt was or was not reused, and which literal parts look like chunks that something altered.
+
+`explain` reads the plan and the engine's report and decides nothing, so it cannot differ from what happened.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lazyrag.segmenter import Segmenter
+from lazyrag.types import COMPUTED, ChunkId, Piece, PromptPlan, Reuse
+
+PREAMBLE, CHUNK, LITERAL = "preamble", "chunk", "literal"
+FIRST_USE = "its KV was nowhere yet; it was computed, and is kept for the next request"
+
+ESCAPED, HTML, WHITESPACE, UNICODE = "escaped", "html", "whitespace", "unicode"
+FIXES = {
+    ESCAPED: "A list or an object was turned into text, with quotes and line breaks escaped. Join the documents' texts"
+    ' with "\\n\\n" (LangChain: format_docs; LlamaIndex: response_mode="compact"; tools: return a string).',
+    HTML: "The prompt template escapes HTML. Use {{{name}}} in a mustache template, or an f-string template.",
+    WHITESPACE: "Line breaks or spaces were changed on the way. Put the text in as it is, or register it as it is shown.",
+    UNICODE: "The text was normalised to another Unicode form. Put it in as it is, or register it as it is shown.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one piece of a prompt.
+
+    Attributes:
+        kind: `PREAMBLE`, `CHUNK` (found, reused or not) or `LITERAL`.
+        reused: whether KV from before this request was used. Unknown, and False, for the preamble and literals.
+        source: of a reusable chunk, where its KV came from (`types.HBM`, `DISK`, `COMPUTED`); empty if the request has
+            not run.
+        reason: why it was not reused; empty if it was, or if there is nothing to say.
+    """
+
+    piece: Piece
+    kind: str
+    num_tokens: int
+    reused: bool
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """A chunk that a literal text holds in changed form.
+
+    Attributes:
+        kind: `ESCAPED`, `HTML`, `WHITESPACE` or `UNICODE`.
+        fix: what happened and what to do, a sentence or two.
+    """
+
+    kind: str
+    chunk_id: ChunkId
+    fix: str
+
+
+Nearest: TypeAlias = Callable[[str], Sequence[Altered]]
+
+
+def explain(plan: PromptPlan, reuse: Reuse | None = None, *, nearest: Nearest | None = None) -> list[Row]:
+    """One row for each piece of the plan, in order.
+
+    Args:
+        plan: the prompt as it was (or would be) sent.
+        reuse: the engine's report; None if the request has not run.
+        nearest: finds altered chunks in literal text (`Alterations.find`).
+    """
+    sources = iter(reuse.sources if reuse else ())
+    rows = []
+    position = 0
+    for piece in plan.pieces:
+        source, reason = "", piece.reason
+        if position < plan.prefix_len:
+            kind = PREAMBLE
+        elif piece.chunk_id is None:
+            kind = LITERAL
+            if nearest is not None and not reason:
+                reason = " ".join(dict.fromkeys(altered.fix for altered in nearest(piece.text)))
+        else:
+            kind = CHUNK
+            if piece.reuse:
+                source = next(sources, "")
+                reason = FIRST_USE if source == COMPUTED else ""
+        reused = bool(source) and source != COMPUTED
+        rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason))
+        position += len(piece.token_ids)
+    return rows
+
+
+class Alterations:
+    """Finds chunks that a text holds in changed form: escaped, HTML-escaped, respaced, normalised.
+
+    Each change that can be undone is undone, and the result searched. Respaced chunks are found by an anchor that no
+    change has touched: not each of them, but seldom none of several.
+    """
+
+    def __init__(self, segmenter: Segmenter) -> None:
+        self._segmenter = segmenter
+
+    def find(self, text: str) -> list[Altered]:
+        """The altered chunks in a text; those that it also holds unchanged are left out."""
+        found: dict[ChunkId, str] = {}
+        for kind, undo in _UNDO.items():
+            restored = undo(text)
+            if restored != text:
+                for occurrence in self._segmenter.find(restored):
+                    if occurrence.whole:
+                        found.setdefault(occurrence.chunk_id, kind)
+        squeezed = _squeezed(text)
+        for chunk_id, chunk in self._segmenter.texts(self._segmenter.index.candidates(text).chunk_ids).items():
+            if _squeezed(chunk) in squeezed:
+                found.setdefault(chunk_id, WHITESPACE)
+        unchanged = {occurrence.chunk_id for occurrence in self._segmenter.find(text) if occurrence.whole}
+        return [Altered(kind, id, FIXES[kind]) for id, kind in found.items() if id not in unchanged]
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([nrt\"'\\/]))")
+_NAMED_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def _unescaped(text: str) -> str:
+    """Undo the escapes of JSON and of Python's repr."""
+
+    def character(found: re.Match[str]) -> str:
+        code = found[1] or found[2]
+        return chr(int(code, 16)) if code else _NAMED_ESCAPES.get(found[3], found[3])
+
+    # JSON writes a character beyond U+FFFF as two escapes, a surrogate pair.
+    return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+_UNDO: dict[str, Callable[[str], str]] = {
+    ESCAPED: _unescaped,
+    HTML: html.unescape,
+    UNICODE: lambda text: unicodedata.normalize("NFC", text),
+}

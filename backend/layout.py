@@ -94,6 +94,19 @@ class Layout:
         """True position of suffix token j."""
         return j + sum(s.num_tokens for s in self.segments if s.visible_from <= j)
 
+    def chunk_tokens(self, segment: LaidSegment, token_ids: Sequence[int]) -> list[int]:
+        """The segment's chunk from its first token to the segment's end, padded to whole blocks.
+
+        A segment with an offset has the chunk's head right in front of it, among the literals.
+
+        Args:
+            segment: one of `segments`.
+            token_ids: the physical prompt (or longer), as `lay_out` returns it.
+        """
+        head_end = self.suffix_start + segment.visible_from
+        blocks = slice(segment.first_block * self.block_size, segment.end_block * self.block_size)
+        return [*token_ids[head_end - segment.offset : head_end], *token_ids[blocks]]
+
     def check(self) -> None:
         """Assert the invariants; called in tests and when a layout arrives at a worker in debug mode."""
         block = seen = 0

@@ -9,11 +9,16 @@ Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write i
     lazyrag_layout   {"suffix_block": int,
                       "segments": [[first_block, num_blocks, num_tokens, visible_from, shift], ...]}
 
-Scheduler -> client (`kv_transfer_params` of the finished request):
-    {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "cached_suffix_tokens": int}}
-    `sources` has one entry for each span (the preamble not counted).
-    {"lazyrag": {"error": {"kind": "RequestError" | "ContextOverflowError" | "CapacityError", "what": str, "why": str,
-                           "fix": str}}}   for a request that the scheduler refuses (finish_reason "error")
+Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a client's is dropped):
+    lazyrag_child    {"key": str, "first_token": int, "num_tokens": int}: `hashing.chunk_key`, and which tokens of the
+                     child's prompt are the chunk's; what follows them are pads and one dummy token
+
+Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
+    {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "cached_suffix_tokens": int,
+                 "children_computed": int, "children_loaded": int}}
+    `sources` has one entry for each span (the preamble not counted). Children are counted for the request that asked
+    first, so that the sum over requests is their number.
+    {"lazyrag": {"error": name of a class in `lazyrag.errors`, "message": str}}   with finish_reason "error"
 """
 
 from __future__ import annotations
@@ -21,15 +26,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from lazyrag import errors
 from lazyrag.backend.layout import Layout, Span
-from lazyrag.errors import InputError
+from lazyrag.errors import InputError, LazyRAGError, RequestError
 
 WIRE_VERSION = 1
-VERSION, SPANS, PREFIX, LAYOUT, REPORT = (
+VERSION, SPANS, PREFIX, LAYOUT, CHILD, REPORT = (
     "lazyrag_version",
     "lazyrag_spans",
     "lazyrag_prefix",
     "lazyrag_layout",
+    "lazyrag_child",
     "lazyrag",
 )
 CHILD_PREFIX = "lazyrag-child-"
@@ -39,6 +46,19 @@ CHILD_PREFIX = "lazyrag-child-"
 class WireLayout(TypedDict):
     suffix_block: int
     segments: list[list[int]]
+
+
+class WireChild(TypedDict):
+    key: str
+    first_token: int
+    num_tokens: int
+
+
+class WireReport(TypedDict):
+    sources: list[str]
+    cached_suffix_tokens: int
+    children_computed: int
+    children_loaded: int
 
 
 def spans_to_args(spans: Sequence[Span], prefix_len: int = 0) -> dict[str, Any]:
@@ -75,3 +95,30 @@ def layout_to_wire(layout: Layout) -> WireLayout:
         "suffix_block": layout.suffix_block,
         "segments": [[s.first_block, s.num_blocks, s.num_tokens, s.visible_from, s.shift] for s in layout.segments],
     }
+
+
+def strip_private(args: Mapping[str, Any]) -> dict[str, Any]:
+    """`extra_args` without what only the scheduler may write."""
+    return {key: value for key, value in args.items() if key not in (LAYOUT, CHILD)}
+
+
+def error_to_params(error: LazyRAGError) -> dict[str, Any]:
+    """The `kv_transfer_params` that carry an error to the client."""
+    return {REPORT: {"error": type(error).__name__, "message": str(error)}}
+
+
+def error_from_params(params: Mapping[str, Any] | None) -> LazyRAGError | None:
+    """The error in a finished request's `kv_transfer_params`, if it holds one."""
+    report = (params or {}).get(REPORT) or {}
+    if "error" not in report:
+        return None
+    kind = getattr(errors, report["error"], None)
+    if not (isinstance(kind, type) and issubclass(kind, LazyRAGError)):
+        kind = RequestError
+    return kind(report["message"])
+
+
+def report_from_params(params: Mapping[str, Any] | None) -> WireReport | None:
+    """The scheduler's report in an output's `kv_transfer_params`, if it holds one."""
+    report: WireReport | None = (params or {}).get(REPORT)
+    return report if report is not None and "sources" in report else None

@@ -1,0 +1,130 @@
+"""Block hashes of a request with reusable segments, and the keys of chunks on disk. Pure; the hash comes from outside.
+
+vLLM finds cached blocks by a list of hashes, one a block, and reads each as opaque. An ordinary prompt is one chain:
+each block's hash covers the block's tokens and the hash before it. Here the list holds several chains: one for every
+segment and one for the suffix. Each starts as a prompt of its own (salt and LoRA name in its first block).
+
+A block of a chain that further segments become visible in adds, for each of these,
+
+    ("lazy", visible_from - start of the block, num_tokens, hash of the segment's last block)
+
+and the chain carries that on. So a hash covers all that the block's K and V depend on (tokens, positions, visible
+segments) and nothing else: literal text keeps its blocks when chunks are appended later, and text in front of the first
+chunk shares its blocks with ordinary prompts. None of the three numbers can be left out: padded tokens equal real pad
+tokens, and the same text one token later sees the segment from elsewhere.
+
+A first segment without pads, at the place it was computed at, needs no such entry: the suffix goes on with its chain,
+as an ordinary prompt of these tokens would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from lazyrag.backend.layout import LaidSegment, Layout
+
+BlockHash: TypeAlias = bytes
+HashBlock: TypeAlias = Callable[[BlockHash | None, Sequence[int], tuple[Any, ...] | None], BlockHash]
+"""(hash of the block before or None, token ids of the block, extra keys or None) -> hash."""
+
+KEY_VERSION = 1
+"""Of `chunk_key`; another one when the meaning of a chunk's KV changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What vLLM adds to the first block of a prompt (salt, LoRA name) and to every other one (LoRA name)."""
+
+    first: tuple[Any, ...] = ()
+    rest: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A segment as a chain sees it that is not the segment's own."""
+
+    visible_from: int
+    num_tokens: int
+    last_hash: BlockHash
+    continues: bool
+
+
+def block_hashes(
+    layout: Layout, token_ids: Sequence[int], known: Sequence[BlockHash], keys: ExtraKeys, hash_block: HashBlock
+) -> list[BlockHash]:
+    """The hashes of the request's whole blocks that are not in `known`.
+
+    Args:
+        layout: the request's.
+        token_ids: physical prompt and generated tokens.
+        known: hashes computed so far, a prefix of the list; either empty or at least all segments' blocks.
+        keys: the request's extra keys.
+        hash_block: vLLM's hash of one block.
+    """
+    block_size, end = layout.block_size, len(token_ids) // layout.block_size
+    hashes = list(known)
+    if not hashes:
+        for segment in layout.segments:
+            seen = [_seen(layout, layout.segments[0], hashes)] if segment.behind_prefix else []
+            chain: list[BlockHash] = []
+            _extend(chain, layout.chunk_tokens(segment, token_ids), block_size, seen, keys, hash_block)
+            hashes += chain[segment.offset // block_size :]
+    suffix = hashes[layout.suffix_block :]
+    seen = [_seen(layout, segment, hashes) for segment in layout.segments]
+    tokens = token_ids[layout.suffix_start : end * block_size]
+    _extend(suffix, tokens, block_size, seen, keys, hash_block)
+    return (hashes[: layout.suffix_block] + suffix)[len(known) :]
+
+
+def _seen(layout: Layout, segment: LaidSegment, hashes: Sequence[BlockHash]) -> _Seen:
+    continues = segment.shift == 0 and segment.num_tokens % layout.block_size == 0
+    return _Seen(segment.visible_from, segment.num_tokens, hashes[segment.last_block], continues)
+
+
+def _extend(
+    chain: list[BlockHash],
+    tokens: Sequence[int],
+    block_size: int,
+    seen: Iterable[_Seen],
+    keys: ExtraKeys,
+    hash_block: HashBlock,
+) -> None:
+    """Append to a chain the hashes of the whole blocks of `tokens` (from the chain's start) that it lacks."""
+    for i in range(len(chain), len(tokens) // block_size):
+        start = i * block_size
+        new = [s for s in seen if start <= s.visible_from < start + block_size]
+        parent = chain[-1] if chain else None
+        if parent is None and new and new[0].continues:
+            parent = new.pop(0).last_hash
+        extra = keys.first if parent is None else keys.rest
+        extra += tuple(("lazy", s.visible_from - start, s.num_tokens, s.last_hash) for s in new)
+        chain.append(hash_block(parent, tokens[start : start + block_size], extra or None))
+
+
+def chunk_key(
+    token_ids: Sequence[int], *, prefix: Sequence[int] = (), salt: str | None = None, lora: str | None = None
+) -> str:
+    """The name of a chunk's KV outside the engine: 64 hex digits, the same in every process.
+
+    Args:
+        token_ids: the chunk's valid tokens, from its first one.
+        prefix: the preamble that it was computed behind.
+        salt: the namespace's cache salt.
+        lora: the adapter's name.
+    """
+    digest = blake2b(digest_size=32, person=b"lazyrag-chunk")
+    digest.update(KEY_VERSION.to_bytes(4, "little"))
+    for text in (salt, lora):
+        _update(digest, (text or "").encode("utf-8", "surrogatepass"))
+    for ids in (prefix, token_ids):
+        _update(digest, b"".join(token.to_bytes(8, "little") for token in ids))
+    return digest.hexdigest()
+
+
+def _update(digest: blake2b, field: bytes) -> None:
+    # The length first: no two sequences of fields are the same bytes.
+    digest.update(len(field).to_bytes(8, "little"))
+    digest.update(field)

@@ -1,0 +1,305 @@
+"""From one vLLM request to a lazy one, and to the child requests that compute or load its missing segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, hash_block_tokens
+from vllm.v1.request import Request
+
+from lazyrag.backend import wire
+from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_key
+from lazyrag.backend.layout import LaidSegment, Layout, lay_out
+from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
+from lazyrag.types import COMPUTED, DISK, HBM
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MODES = ("lazy", "lazy-prefix")
+
+
+@dataclass(eq=False, slots=True)
+class Child:
+    """A hidden request in flight that makes one segment's chunk resident.
+
+    Attributes:
+        key: hash of the segment's last block, by which requests in flight share the child.
+        block_hashes: of the chunk's blocks.
+        first_block: index of the first of them in the child's block table.
+        loading: set by the scheduler when the child is allocated: a connector loads KV for it.
+    """
+
+    request_id: str
+    key: BlockHash
+    block_hashes: list[BlockHash]
+    first_block: int
+    loading: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class LazyRequest:
+    """A request with a layout: a client's, or a child that is computed behind the preamble.
+
+    Attributes:
+        request: vLLM's, rewritten to the physical prompt.
+        is_child: hidden from clients.
+        num_preamble: 1 if segment 0 is the preamble, else 0.
+        resident: per segment, whether all its blocks were in the pool when the request arrived; set in `add_request`.
+        children: segment index -> the child it last waited for; set by the scheduler.
+        asked: the children that were made for this request (not those shared with an earlier one).
+        cached_suffix_tokens: suffix tokens that the prefix cache held; set when the request is first scheduled.
+        missing: indices of the segments that are not resident; set at the start of each step.
+    """
+
+    request: Request
+    layout: Layout
+    is_child: bool = False
+    num_preamble: int = 0
+    resident: tuple[bool, ...] = ()
+    children: dict[int, Child] = field(default_factory=dict)
+    asked: list[Child] = field(default_factory=list)
+    cached_suffix_tokens: int | None = None
+    missing: list[int] = field(default_factory=list)
+
+    def hashes_of(self, segment: LaidSegment) -> list[BlockHash]:
+        """The hashes of the segment's blocks."""
+        hashes: list[BlockHash] = self.request.block_hashes[segment.first_block : segment.end_block]
+        return hashes
+
+    def report(self) -> wire.WireReport:
+        """What the client is told (see `wire`)."""
+        sources = []
+        for i in range(self.num_preamble, len(self.layout.segments)):
+            child = self.children.get(i)
+            if child is None:
+                sources.append(HBM if self.resident[i] else COMPUTED)
+            else:
+                sources.append(DISK if child.loading else COMPUTED)
+        loaded = sum(child.loading for child in self.asked)
+        return {
+            "sources": sources,
+            "cached_suffix_tokens": self.cached_suffix_tokens or 0,
+            "children_computed": len(self.asked) - loaded,
+            "children_loaded": loaded,
+        }
+
+
+class RequestMaker:
+    """Rewrites requests and makes children, for one engine.
+
+    Args:
+        vllm_config: the engine's.
+        block_size: tokens a block.
+        num_blocks: blocks in the pool that requests can use.
+        has_connector: chunks may be loaded and saved.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *, block_size: int, num_blocks: int, has_connector: bool) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._has_connector = has_connector
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._mode = engine_settings(vllm_config).mode
+        self._pad = pad_token(vllm_config.model_config.hf_config)
+        hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._stock_hasher = get_request_block_hasher(block_size, hash_function)
+        self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
+        self._num_made = 0
+
+    def rewrite(self, request: Request) -> LazyRequest | None:
+        """Turn a client's request into a lazy one, in place; None if it asks for no reuse.
+
+        Raises:
+            LazyRAGError: the request cannot be served; it is left as it was.
+        """
+        params = request.sampling_params
+        args = (params and params.extra_args) or {}
+        if params is not None and (wire.LAYOUT in args or wire.CHILD in args):
+            request.sampling_params = copy(params)
+            request.sampling_params.extra_args = wire.strip_private(args)
+        if request.request_id.startswith(wire.CHILD_PREFIX):
+            raise RequestError(
+                "The request's id is reserved for the engine:",
+                why=f"no client's id may start with {wire.CHILD_PREFIX}.",
+            )
+        spans, prefix_len = wire.spans_from_args(args)
+        if not spans and not prefix_len:
+            return None
+        self._refuse_options(request)
+        if prefix_len and self._mode != "lazy-prefix":
+            raise InputError(
+                f"The request has a preamble of {prefix_len} tokens, this engine runs in mode {self._mode}.",
+                fix="Start the engine with mode='lazy-prefix', or send no preamble.",
+            )
+        layout, token_ids = lay_out(
+            request.prompt_token_ids, spans, prefix_len=prefix_len, block_size=self._block_size, pad=self._pad
+        )
+        self._refuse_size(request, layout, len(token_ids))
+        self._apply(request, layout, token_ids)
+        return LazyRequest(request, layout, num_preamble=1 if prefix_len else 0)
+
+    def make_child(
+        self, parent: LazyRequest, index: int, *, use_connector: bool
+    ) -> tuple[Child, Request, LazyRequest | None]:
+        """A child for one segment of a lazy request.
+
+        Args:
+            parent: whose segment is missing.
+            index: the segment's.
+            use_connector: name the chunk to the KV connector, which then loads or saves it.
+
+        Returns:
+            its record, the request, and, if it is computed behind the preamble, its layout.
+        """
+        segment, layout, stock = parent.layout.segments[index], parent.layout, parent.request
+        tokens = layout.chunk_tokens(segment, stock.all_token_ids)
+        num_tokens = segment.offset + segment.num_tokens
+        preamble = layout.segments[0] if segment.behind_prefix else None
+        prefix = stock.all_token_ids[: preamble.num_tokens] if preamble is not None else []
+        padded_prefix = stock.all_token_ids[: preamble.num_blocks * self._block_size] if preamble is not None else []
+        args: dict[str, Any] = {}
+        if use_connector:
+            args[wire.CHILD] = wire.WireChild(
+                key=chunk_key(tokens[:num_tokens], prefix=prefix, salt=stock.cache_salt, lora=_lora_name(stock)),
+                first_token=len(padded_prefix),
+                num_tokens=num_tokens,
+            )
+        num_blocks = len(tokens) // self._block_size
+        # vLLM computes at least the last token of a prompt: with one more, all the chunk's blocks can be loaded.
+        prompt = [*padded_prefix, *tokens] + [self._pad] * self._has_connector
+        request = Request(
+            request_id=f"{wire.CHILD_PREFIX}{self._num_made}",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=args or None),
+            pooling_params=None,
+            client_index=stock.client_index,
+            arrival_time=stock.arrival_time,
+            priority=stock.priority,
+            block_hasher=None if preamble is not None else self._stock_hasher,
+            cache_salt=stock.cache_salt,
+            lora_request=stock.lora_request,
+        )
+        self._num_made += 1
+        lazy = None
+        if preamble is not None:
+            child_layout = Layout(self._block_size, (preamble,), preamble.num_blocks)
+            self._apply(request, child_layout, prompt)
+            lazy = LazyRequest(request, child_layout, is_child=True, num_preamble=1)
+        first_block = len(padded_prefix) // self._block_size
+        hashes = request.block_hashes[first_block : first_block + num_blocks]
+        # Else the parent would wait for blocks that nobody computes.
+        assert hashes[-segment.num_blocks :] == parent.hashes_of(segment), "a child must hash as its parent's segment"
+        return Child(request.request_id, hashes[-1], hashes, first_block), request, lazy
+
+    def blocks_beyond(self, layout: Layout) -> int:
+        """Blocks that a request's hungriest child needs beyond the request's own: a chunk's head, a dummy token."""
+        return max(s.offset for s in layout.segments) // self._block_size + self._has_connector
+
+    def _apply(self, request: Request, layout: Layout, token_ids: list[int]) -> None:
+        """Give a request its layout: physical prompt, hashes, and what the worker needs."""
+        request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
+        request._all_token_ids[:] = token_ids
+        # The client may use one SamplingParams for many requests.
+        request.sampling_params = copy(request.sampling_params)
+        args = request.sampling_params.extra_args or {}
+        request.sampling_params.extra_args = {**args, wire.LAYOUT: wire.layout_to_wire(layout)}
+        request.block_hashes.clear()
+        request._block_hasher = self._hasher(layout)
+        request.update_block_hashes()
+
+    def _hasher(self, layout: Layout) -> Callable[[Request], list[BlockHash]]:
+        block_size = self._block_size
+
+        def new_hashes(request: Request) -> list[BlockHash]:
+            if len(request.block_hashes) >= request.num_tokens // block_size:
+                return []
+            first, rest = (
+                generate_block_hash_extra_keys(request, start, start + block_size, 0)[0] or ()
+                for start in (0, block_size)
+            )
+            keys = ExtraKeys(first, rest)
+            return block_hashes(layout, request._all_token_ids, request.block_hashes, keys, self._hash_block)
+
+        return new_hashes
+
+    def _refuse_options(self, request: Request) -> None:
+        params = request.sampling_params
+        unsupported = {
+            "prompt_embeds": request.prompt_embeds is not None,
+            "images, audio or video": bool(request.mm_features),
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "skip_reading_prefix_cache": request.skip_reading_prefix_cache,
+            "a streamed prompt": request.resumable,
+        }
+        found = [name for name, is_used in unsupported.items() if is_used]
+        if found:
+            raise RequestError(
+                f"A request that reuses chunks cannot have {', '.join(found)}.",
+                fix="Leave that out, or send the request without lazyrag_spans.",
+            )
+
+    def _refuse_size(self, request: Request, layout: Layout, num_tokens: int) -> None:
+        if num_tokens >= self._max_model_len:
+            raise ContextOverflowError(
+                f"The prompt has {num_tokens} tokens ({layout.num_pads} of them pad chunks to whole blocks), the "
+                f"model's context {self._max_model_len}, and at least one is needed for the answer.",
+                fix="Send fewer or shorter chunks, or start the engine with a larger max_model_len.",
+            )
+        end = min(num_tokens + request.max_tokens, self._max_model_len)
+        need = max(-(-end // self._block_size), layout.suffix_block + self.blocks_beyond(layout))
+        if need > self._num_blocks:
+            raise CapacityError(
+                f"The request needs {need} KV blocks of {self._block_size} tokens, the engine has {self._num_blocks}.",
+                fix="Give the engine more KV memory, ask for fewer tokens, or send fewer or shorter chunks.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`additional_config["lazyrag"]`: the engine's mode, and whether invariants are checked after every step."""
+
+    mode: str = "lazy"
+    debug: bool = False
+
+
+def engine_settings(vllm_config: VllmConfig) -> EngineSettings:
+    """Read `additional_config["lazyrag"]`.
+
+    Raises:
+        InputError: an unknown key or mode.
+    """
+    given = (vllm_config.additional_config or {}).get("lazyrag", {})
+    unknown = sorted(set(given) - {"mode", "debug"})
+    if unknown:
+        raise InputError(
+            f"additional_config['lazyrag'] has unknown keys: {', '.join(unknown)}.", fix="Known: mode, debug."
+        )
+    settings = EngineSettings(**given)
+    if settings.mode not in MODES:
+        raise InputError(
+            f"additional_config['lazyrag']['mode'] is {settings.mode!r}.", fix=f"Known: {', '.join(MODES)}."
+        )
+    return settings
+
+
+def pad_token(hf_config: Any) -> int:
+    """The token id that fills blocks up: the model's start token, its pad token, or 0.
+
+    Attention never reads it, but a repetition penalty sees it in the prompt: it should be one that no answer contains,
+    and many models pad with their end token.
+    """
+    for name in ("bos_token_id", "pad_token_id"):
+        token = getattr(hf_config, name, None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return 0
+
+
+def _lora_name(request: Request) -> str | None:
+    return request.lora_request.lora_name if request.lora_request is not None else None

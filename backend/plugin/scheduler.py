@@ -1,0 +1,431 @@
+"""The scheduler of a lazy engine: vLLM's own, with requests whose segments come from child requests.
+
+A lazy request waits at the gate until all blocks of its segments are resident; then vLLM finds them as an ordinary
+prefix-cache hit and computes the suffix. What is missing is computed by children, hidden requests at the head of the
+queue, often in the same step: vLLM publishes a block's hash when it schedules the block, and every layer writes all K
+and V of a step before it attends.
+
+Three rules keep the cache clean:
+ - a lazy request computes suffix tokens only (the gate, and `_allocate` as the fail-safe behind it);
+ - while a connector loads a chunk, nobody but its child may count on it: a load can fail after the forward pass;
+ - pins hold what is resident until the request runs (`pins`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from lazyrag.backend import wire
+from lazyrag.backend.plugin import checks, compat
+from lazyrag.backend.plugin.pins import Budget, Pins
+from lazyrag.backend.plugin.requests import Child, LazyRequest, RequestMaker, engine_settings
+from lazyrag.errors import CapacityError, LazyRAGError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from lazyrag.backend.hashing import BlockHash
+
+log = logging.getLogger(__name__)
+
+_MAX_STUCK_STEPS = 4
+"""Steps without any progress after which the oldest lazy request is given an error. One suffices by construction."""
+
+
+@dataclass
+class Counters:
+    """Since the engine's start.
+
+    Attributes:
+        requests: lazy requests accepted.
+        refused: requests answered with an error by the scheduler.
+        segments_resident: segments whose blocks were all resident when their request arrived.
+        segments_missing: the others.
+        children_computed, children_loaded: finished children, by where their KV came from.
+        loads_failed: children whose load failed; their chunks were computed then.
+        gated: times that a waiting request was passed over because a segment was missing.
+        fail_safe: times that `_allocate` refused what the gate had let through.
+    """
+
+    requests: int = 0
+    refused: int = 0
+    segments_resident: int = 0
+    segments_missing: int = 0
+    children_computed: int = 0
+    children_loaded: int = 0
+    loads_failed: int = 0
+    gated: int = 0
+    fail_safe: int = 0
+
+
+class LazyMixin(compat.Gate):  # type: ignore[misc]
+    """What a lazy engine's scheduler does on top of vLLM's. Use `LazyScheduler` or `LazyAsyncScheduler`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        structured_output_manager: Any,
+        block_size: int,
+        hash_block_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        checks.check_scheduler(
+            vllm_config,
+            kv_cache_config,
+            block_size=block_size,
+            hash_block_size=hash_block_size or block_size,
+            is_async=isinstance(self, AsyncScheduler),
+        )
+        super().__init__(vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size, **kwargs)
+        self._debug = engine_settings(vllm_config).debug
+        self._pool = self.kv_cache_manager.block_pool
+        self._pins = Pins(self._pool)
+        self._requests = RequestMaker(
+            vllm_config,
+            block_size=block_size,
+            num_blocks=self._pool.num_gpu_blocks - 1,  # one is vLLM's null block
+            has_connector=self.connector is not None,
+        )
+        self._counters = Counters()
+        self._lazy: dict[str, LazyRequest] = {}
+        """By request id: clients' lazy requests, and children that are computed behind the preamble."""
+        self._children: dict[str, Child] = {}
+        """In flight, by request id."""
+        self._child_of: dict[BlockHash, Child] = {}
+        """The same, by the hash of the segment's last block."""
+        self._failures: dict[str, LazyRAGError] = {}
+        """By request id: accepted only to be answered with this error."""
+        self._unloadable: set[BlockHash] = set()
+        """Chunks (last block) whose load failed: computed without the connector the next time."""
+        self._admitted: dict[str, LazyRequest] = {}
+        """Clients' lazy requests that get children and pins in this step, oldest first; set by `_admit`."""
+        self._closed = False
+        """The gate met a request that must wait for room: nobody behind it may pass in this step."""
+        self._num_stuck = 0
+        self._refused_when_idle = False
+        self._stock_allocate = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate
+
+    # ---------------------------------------------------------------- vLLM's scheduler interface
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request; one that cannot be served gets an error output. Never raises for what a client sent."""
+        is_new = request.request_id not in self.requests
+        try:
+            lazy = self._requests.rewrite(request)
+            if lazy is not None and is_new:
+                self._accept(lazy)
+        except LazyRAGError as error:
+            self._fail(request.request_id, error)
+        except Exception:
+            # vLLM stops the engine, and with it everybody's requests, for an exception from here.
+            log.exception("Request %s could not be prepared", request.request_id)
+            self._fail(request.request_id, RequestError("The scheduler could not prepare the request (see its log)."))
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step."""
+        self._closed = self._refused_when_idle = False
+        if self._lazy:
+            self._forget_finished()
+            self._admit()
+            self._spawn()
+        output = super().schedule(*args, **kwargs)
+        if self._lazy:
+            self._after_schedule(output)
+        if self._debug:
+            self._check()
+        return output
+
+    def may_run(self, request: Request) -> bool:
+        """The gate; see `compat`."""
+        if self._closed or request.request_id in self._failures:
+            return False
+        lazy = self._lazy.get(request.request_id)
+        if lazy is None or request.num_computed_tokens > 0:
+            return True
+        # Admitted: what was resident at the start of the step is pinned, only the rest can have changed since then.
+        admitted = request.request_id in self._admitted
+        lazy.missing = self._missing(lazy, lazy.missing if admitted else range(len(lazy.layout.segments)))
+        if not lazy.missing:
+            return True
+        self._counters.gated += 1
+        self._closed = not admitted and not lazy.is_child
+        return False
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process a step's output; children stay invisible, lazy requests carry their report."""
+        failed = self.finish_requests(list(self._failures), RequestStatus.FINISHED_ERROR) if self._failures else []
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for of_client in outputs.values():
+            if self._children:
+                self._take_children(of_client)
+            for output in of_client.outputs:
+                lazy = self._lazy.get(output.request_id)
+                if lazy is not None:
+                    output.kv_transfer_params = {
+                        **(output.kv_transfer_params or {}),
+                        wire.REPORT: lazy.report(),
+                    }
+        for request in failed:
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(_error_output(request, self._failures[request.request_id]))
+        self._failures = {}
+        if self._debug:
+            self._check()
+        return outputs
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """Finish requests from outside (an abort); their pins go at once, their children run on unseen."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._pins.release(request.request_id)
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Empty the prefix cache. Pins do not count as use: waiting requests get their chunks computed again."""
+        self._pins.release_all()
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        return done
+
+    def lazyrag_stats(self) -> dict[str, int]:
+        """`Counters`, and how many lazy requests and children are in flight."""
+        return {**asdict(self._counters), "lazy_in_flight": len(self._lazy), "children_in_flight": len(self._children)}
+
+    # ---------------------------------------------------------------- requests
+
+    def _accept(self, lazy: LazyRequest) -> None:
+        if self._debug:
+            lazy.layout.check()
+        missing = set(self._missing(lazy, range(len(lazy.layout.segments))))
+        lazy.resident = tuple(i not in missing for i in range(len(lazy.layout.segments)))
+        self._lazy[lazy.request.request_id] = lazy
+        self._counters.requests += 1
+        self._counters.segments_missing += len(missing)
+        self._counters.segments_resident += len(lazy.resident) - len(missing)
+
+    def _fail(self, request_id: str, error: LazyRAGError) -> None:
+        log.warning("Request %s is answered with %s: %s", request_id, type(error).__name__, error)
+        self._counters.refused += 1
+        self._failures[request_id] = error
+
+    def _missing(self, lazy: LazyRequest, indices: Iterable[int]) -> list[int]:
+        """Which of these segments have a block that is not resident, or that a connector is still loading."""
+        loading = {h for child in self._children.values() if child.loading for h in child.block_hashes}
+        missing = []
+        for i in indices:
+            hashes = lazy.hashes_of(lazy.layout.segments[i])
+            if None in self._pins.cached(hashes) or not loading.isdisjoint(hashes):
+                missing.append(i)
+        return missing
+
+    def _forget_finished(self) -> None:
+        for request_id in [i for i in self._lazy if i not in self.requests]:
+            self._pins.release(request_id)
+            del self._lazy[request_id]
+        for child in [c for c in self._children.values() if c.request_id not in self.requests]:
+            self._forget_child(child)
+
+    def _forget_child(self, child: Child) -> None:
+        del self._children[child.request_id]
+        del self._child_of[child.key]
+
+    # ---------------------------------------------------------------- a step
+
+    def _admit(self) -> None:
+        """Decide which waiting lazy requests get their children and pins: oldest first, as far as all would fit."""
+        self._pins.release_all()
+        self._admitted = {}
+        # A running request may need one more block at any step: it must not be preempted for the sake of pins.
+        budget = Budget(self._pool.get_num_free_blocks() - len(self.running))
+        allocated = self._blocks_of_running_children()
+        num_ahead = len(self.running)
+        for request in compat.waiting_requests(self):
+            request_id = request.request_id
+            if request_id in self._children or request_id in self._failures:
+                continue
+            lazy = self._lazy.get(request_id)
+            num_blocks = -(-(request.num_tokens + 1) // self.block_size)
+            if lazy is None:
+                fits = budget.take((), (), num_blocks)
+            else:
+                resident, absent = self._look_up(lazy)
+                beyond = self._requests.blocks_beyond(lazy.layout) if lazy.missing else 0
+                others = max(num_blocks - lazy.layout.suffix_block, beyond)
+                fits = budget.take(resident, absent - allocated, others)
+            if not fits and num_ahead:
+                break  # whoever is alone gets all there is
+            if lazy is not None:
+                self._pins.hold(request_id, resident)
+                self._admitted[request_id] = lazy
+            num_ahead += 1
+            if self._num_stuck or num_ahead >= self.max_num_running_reqs:
+                break
+
+    def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
+        """The resident blocks of a request's segments and the hashes of the others; sets `lazy.missing`."""
+        lazy.missing = self._missing(lazy, range(len(lazy.layout.segments)))
+        hashes = lazy.request.block_hashes[: lazy.layout.suffix_block]
+        cached = self._pins.cached(hashes)
+        absent = {block_hash for block_hash, block in zip(hashes, cached, strict=True) if block is None}
+        return [block for block in cached if block is not None], absent
+
+    def _blocks_of_running_children(self) -> set[BlockHash]:
+        """Of the blocks that children are computing, those that they were given already."""
+        allocated: set[BlockHash] = set()
+        for child in self._children.values():
+            if self.requests[child.request_id].num_computed_tokens:
+                (block_ids,) = self.kv_cache_manager.get_block_ids(child.request_id)
+                allocated.update(child.block_hashes[: max(0, len(block_ids) - child.first_block)])
+        return allocated
+
+    def _spawn(self) -> None:
+        """Put children for all missing segments of the admitted requests at the head of the queue, oldest first."""
+        waiting = [lazy for lazy in self._lazy.values() if lazy.is_child and not lazy.request.num_computed_tokens]
+        for lazy in waiting:
+            lazy.missing = self._missing(lazy, range(1))
+        wanted = [(lazy, i) for lazy in [*waiting, *self._admitted.values()] for i in lazy.missing]
+        new = [request for lazy, i in wanted if (request := self._child_for(lazy, i)) is not None]
+        for request in reversed(new):
+            super().add_request(request)
+            compat.put_first(self, request)
+
+    def _child_for(self, lazy: LazyRequest, index: int) -> Request | None:
+        """The request to be added for a missing segment; None if one in flight is shared."""
+        last_hash = lazy.hashes_of(lazy.layout.segments[index])[-1]
+        child = self._child_of.get(last_hash)
+        if child is not None:
+            lazy.children[index] = child
+            return None
+        child, request, behind_preamble = self._requests.make_child(
+            lazy, index, use_connector=last_hash not in self._unloadable
+        )
+        lazy.children[index] = child
+        lazy.asked.append(child)
+        self._children[child.request_id] = self._child_of[child.key] = child
+        if behind_preamble is not None:
+            self._lazy[child.request_id] = behind_preamble
+        return request
+
+    def _allocate(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        **kwargs: Any,
+    ) -> KVCacheBlocks | None:
+        """`KVCacheManager.allocate_slots` of this engine, with the fail-safe."""
+        lazy, child = self._lazy.get(request.request_id), self._children.get(request.request_id)
+        starts = request.num_computed_tokens == 0
+        if lazy is not None and starts:
+            # Segment tokens are never computed or loaded inside a request that only uses them.
+            loads_itself = num_external_computed_tokens > 0 and child is None
+            if num_new_computed_tokens < lazy.layout.suffix_start or loads_itself:
+                self._counters.fail_safe += 1
+                return None
+        blocks = self._stock_allocate(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_blocks,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            **kwargs,
+        )
+        if blocks is None:
+            self._refused_when_idle |= not self.running
+        elif starts:
+            if child is not None:
+                child.loading = num_external_computed_tokens > 0
+            if lazy is not None and lazy.cached_suffix_tokens is None:
+                lazy.cached_suffix_tokens = num_new_computed_tokens - lazy.layout.suffix_start
+        return blocks
+
+    def _after_schedule(self, output: SchedulerOutput) -> None:
+        for request_id in output.num_scheduled_tokens:
+            self._pins.release(request_id)
+        stuck = self._refused_when_idle and not output.total_num_scheduled_tokens and not self.running
+        self._num_stuck = self._num_stuck + 1 if stuck else 0
+        if self._num_stuck > _MAX_STUCK_STEPS:
+            self._fail_oldest()
+
+    def _fail_oldest(self) -> None:
+        for request in compat.waiting_requests(self):
+            lazy = self._lazy.get(request.request_id)
+            if lazy is not None and not lazy.is_child:
+                self._fail(
+                    request.request_id,
+                    CapacityError(
+                        "The request does not fit into the engine's KV pool beside what its chunks need.",
+                        fix="Give the engine more KV memory, or send fewer or shorter chunks.",
+                    ),
+                )
+                return
+
+    def _take_children(self, of_client: EngineCoreOutputs) -> None:
+        """Take the children's outputs out of a client's, and note which of them are done."""
+        seen = [output for output in of_client.outputs if output.request_id in self._children]
+        if of_client.finished_requests:
+            of_client.finished_requests -= self._children.keys()
+        if not seen:
+            return
+        of_client.outputs = [output for output in of_client.outputs if output.request_id not in self._children]
+        for output in seen:
+            if output.finish_reason is None:
+                continue
+            child = self._children[output.request_id]
+            self._forget_child(child)
+            if output.finish_reason == FinishReason.ERROR:
+                # It stays missing, so that a child without the connector follows.
+                self._counters.loads_failed += 1
+                self._unloadable.add(child.key)
+            else:
+                self._unloadable.discard(child.key)
+                self._counters.children_loaded += child.loading
+                self._counters.children_computed += not child.loading
+
+    def _check(self) -> None:
+        """Assert the invariants; debug mode only."""
+        manager = self.kv_cache_manager.coordinator.single_type_managers[0]
+        self._pins.check([*manager.req_to_blocks.values(), *(blocks for _, blocks in self.deferred_frees)])
+        assert self._children.keys() == {child.request_id for child in self._child_of.values()}
+        log.debug("%s", self.lazyrag_stats())
+
+
+def _error_output(request: Request, error: LazyRAGError) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=str(error),
+        kv_transfer_params=wire.error_to_params(error),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+
+
+class LazyScheduler(LazyMixin, Scheduler):  # type: ignore[misc]
+    """For engines without asynchronous scheduling (the CPU platform)."""
+
+
+class LazyAsyncScheduler(LazyMixin, AsyncScheduler):  # type: ignore[misc]
+    """For engines with asynchronous scheduling (the default on GPUs)."""

@@ -1,0 +1,72 @@
+"""Which request each row of the batch is, and where its segments lie.
+
+The scheduler announces a request's layout once, with the request; it stays valid until the request is finished, over
+preemption and resumption. Which row the request has changes from step to step and is known only inside a real step:
+vLLM also builds attention metadata for dummy runs, while the batch still names the requests of the last real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lazyrag.backend import wire
+from lazyrag.backend.layout import LaidSegment, Layout
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Rows:
+    """The layouts of a worker's requests.
+
+    Args:
+        runner: the worker's model runner (vLLM's V1 runner).
+        block_size: tokens a block.
+    """
+
+    def __init__(self, runner: Any, block_size: int) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._layouts: dict[str, Layout] = {}
+        self._scheduled: set[str] | None = None
+
+    @contextmanager
+    def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """A real step: takes note of new and finished requests; `of_batch` knows the rows until it ends."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._layouts.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            args = (new.sampling_params and new.sampling_params.extra_args) or {}
+            self._layouts.pop(new.req_id, None)
+            if wire.LAYOUT in args:
+                self._layouts[new.req_id] = self._read(args[wire.LAYOUT])
+        self._scheduled = self._layouts.keys() & scheduler_output.num_scheduled_tokens.keys()
+        try:
+            yield
+        finally:
+            self._scheduled = None
+
+    def of_batch(self, num_rows: int) -> Sequence[Layout | None]:
+        """The layout of each row, None for ordinary requests.
+
+        Raises:
+            RuntimeError: a lazy request that the scheduler announced for this step has no row. Its chunks would be
+                attended to as if they were one text: better no answer than a wrong one.
+        """
+        if self._scheduled is None:
+            return [None] * num_rows
+        ids = self._runner.input_batch.req_ids[:num_rows]
+        if not self._scheduled.issubset(ids):
+            missing = ", ".join(sorted(self._scheduled.difference(ids)))
+            raise RuntimeError(f"The model runner's batch lacks requests that were scheduled with a layout: {missing}")
+        layouts = [self._layouts.get(request_id) for request_id in ids]
+        return layouts + [None] * (num_rows - len(ids))
+
+    def _read(self, announced: wire.WireLayout) -> Layout:
+        segments = tuple(
+            LaidSegment(first_block, num_blocks, num_tokens, visible_from, shift)
+            for first_block, num_blocks, num_tokens, visible_from, shift in announced["segments"]
+        )
+        return Layout(self._block_size, segments, announced["suffix_block"])

@@ -185,7 +185,8 @@ def call_schema(tools: Sequence[Tool], choice: str) -> Mapping[str, Any] | None:
     """
     if choice in ("auto", "none"):
         return None
-    calls, definitions = [], {}
+    calls: list[Mapping[str, Any]] = []
+    definitions: dict[str, Any] = {}
     for function in (tool["function"] for tool in tools):
         if choice in ("required", function["name"]):
             arguments = dict(function.get("parameters", {}))

@@ -16,7 +16,8 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel, ConfigDict
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.chat import Message
@@ -44,6 +45,8 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     Example:
         ChatLazyRAG(model="path/to/model", store="kb").invoke("What changed in the last release?")
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     def _generate(
         self,
@@ -163,7 +166,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
             **kwargs,
         )
         parser: PydanticOutputParser[Any] | JsonOutputParser = JsonOutputParser()
-        if isinstance(schema, type) and issubclass(schema, BaseModel):
+        if is_basemodel_subclass(schema):
             parser = PydanticOutputParser(pydantic_object=schema)
         if not include_raw:
             return model | parser

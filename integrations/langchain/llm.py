@@ -8,6 +8,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from pydantic import ConfigDict
 
 from lazyrag.backend.engine import Delta
 from lazyrag.integrations.common import Heard, report, usage
@@ -26,6 +27,8 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
         inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
         chain = inputs | prompt | LazyRAGLLM(model="path/to/model", store="kb")
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     def _generate(
         self,

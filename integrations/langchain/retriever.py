@@ -5,7 +5,7 @@ from __future__ import annotations
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from lazyrag.integrations.common import Connection
 from lazyrag.integrations.langchain.convert import to_document
@@ -17,6 +17,8 @@ class LazyRAGRetriever(Connection, BaseRetriever):
     A document's metadata says where its text stands: `source`, `page` (from 1, None without pages), `start` and `end`
     (characters of the source's text), `score` (cosine similarity) and `lazyrag_chunk_id`.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     k: int = Field(4, ge=1, description="How many documents to return, at most.")
 

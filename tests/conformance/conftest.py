@@ -1,0 +1,135 @@
+"""A small model folder, texts, and a client over the fake engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from lazyrag.backend.fake import FakeEngine
+from lazyrag.client import LazyRAG
+from lazyrag.retrievers.embed import load_embedder
+from lazyrag.types import Chunk, Document, EncodedChunk, chunk_id
+
+CHATML = """\
+{% if tools %}<|im_start|>system
+Tools, one a line:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+NO_TOOLS = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+CONTEXT = 4096
+WORDS = str.split(
+    "the of and a to in river bridge keeper letter stone market winter harbour under early light north "
+    "seven copper window paper garden field between after before slowly always never carried opened "
+    "measured wrote counted found water iron wheel lantern corner season village road answer question "
+    "number green silver quiet narrow tall"
+)
+
+
+def passage(seed: int, num_sentences: int = 6) -> str:
+    """A text of a few sentences, another one for each seed."""
+    rng = random.Random(seed)
+    sentences = [" ".join(rng.choices(WORDS, k=rng.randint(8, 16))).capitalize() + "." for _ in range(num_sentences)]
+    return " ".join(sentences)
+
+
+@pytest.fixture(scope="session")
+def passages() -> list[str]:
+    return [passage(seed) for seed in range(12)]
+
+
+def save_model(folder: Path, texts: list[str], template: str, context: int = CONTEXT) -> Path:
+    """Write what the text half reads of a model: tokenizer, chat template and context window."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, passages: list[str]) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), passages, CHATML)
+
+
+@pytest.fixture(scope="session")
+def folder_without_tools(tmp_path_factory: pytest.TempPathFactory, passages: list[str]) -> Path:
+    return save_model(tmp_path_factory.mktemp("model-without-tools"), passages, NO_TOOLS)
+
+
+Connect = Callable[..., tuple[LazyRAG, FakeEngine]]
+
+
+@pytest.fixture
+def connect(model_folder: Path) -> Iterator[Connect]:
+    """Make a client over a fake engine; arguments are the engine's, `config=` holds the client's settings."""
+    engines = []
+
+    def make(
+        folder: Path = model_folder, *, config: dict[str, Any] | None = None, **engine: Any
+    ) -> tuple[LazyRAG, FakeEngine]:
+        engines.append(FakeEngine(folder, **{"max_model_len": CONTEXT, **engine}))
+        return LazyRAG(model=str(folder), engine=engines[-1], **(config or {})), engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def shelved(connect: Connect, tmp_path: Path, passages: list[str]) -> LazyRAG:
+    """A client whose store holds the passages, two to a document."""
+    client, _ = connect(config={"store": tmp_path / "store", "embedder": "hash"})
+    store, embedder = client.store, load_embedder("hash")
+    assert store is not None
+    store.remember(embedder=embedder.name)
+    for n, pair in enumerate(zip(passages[::2], passages[1::2], strict=True)):
+        document = Document(
+            f"doc{n}", "\n\n".join(pair), f"doc{n}.txt", title=f"Document {n}", metadata={"year": 1900 + n}
+        )
+        chunks = []
+        for text in pair:
+            tokens = tuple(client.tokenizer.encode_plain(text))
+            start = document.text.index(text)
+            chunk = Chunk(
+                chunk_id(text),
+                text,
+                len(tokens),
+                document.id,
+                document.source,
+                start,
+                start + len(text),
+                page=n + 1,
+                title=document.title,
+                metadata=document.metadata,
+            )
+            chunks.append(EncodedChunk(chunk, tokens))
+        vectors = dict(zip([chunk_id(text) for text in pair], embedder.embed_documents(pair), strict=True))
+        store.put_document(document, chunks, vectors=vectors)
+    return client

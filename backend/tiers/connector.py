@@ -25,7 +25,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from lazyrag.backend import wire
@@ -113,8 +118,11 @@ class _Child:
     block_ids: list[int]
 
 
-class LazyRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both halves; vLLM makes one with the scheduler's role and one in each worker.
+
+    Every engine that uses it has one group of KV layers (backend/plugin/checks.py); `SupportsHMA` keeps vLLM from
+    regrouping them for the connector's sake.
 
     `kv_connector_extra_config`: `root` and `fingerprint` as `DiskTier` takes them, optionally `budget_bytes`.
 
@@ -187,7 +195,9 @@ class LazyRAGConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 transfers.saves.append(self._transfer(request, child, block_ids, 0))
         return transfers
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a child. Its blocks are free to go: saves never outlive their step."""
         self._children.pop(request.request_id, None)
         return False, None

@@ -148,6 +148,21 @@ class Store:
         """What `require` and `remember` have written."""
         return {name: value for name, value in self._meta().items() if name not in ("id", "secret")}
 
+    def expect(self, **settings: str) -> None:
+        """Compare settings with those that the store is tied to (`require`).
+
+        Raises:
+            StoreError: the store was made with another value.
+        """
+        known = self._meta()
+        for name, value in settings.items():
+            if known.get(name, value) != value:
+                raise StoreError(
+                    f"The store in {self.directory} was made with {name} {known[name]}, not {value}.",
+                    why="Its contents would not fit together.",
+                    fix=f"Use the same {name}, or ingest into another folder with --store.",
+                )
+
     def require(self, **settings: str) -> None:
         """Tie the store to settings that its contents depend on. The first call writes a value, later ones compare.
 
@@ -155,15 +170,8 @@ class Store:
             StoreError: the store was made with another value.
         """
         with self._writing() as db:
+            self.expect(**settings)
             db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", settings.items())
-            known = self._meta()
-            for name, value in settings.items():
-                if known[name] != value:
-                    raise StoreError(
-                        f"The store in {self.directory} was made with {name} {known[name]}, not {value}.",
-                        why="Its contents would not fit together.",
-                        fix=f"Use the same {name}, or ingest into another folder with --store.",
-                    )
 
     def remember(self, **settings: str) -> None:
         """Note settings that may change, such as the model of the last ingest."""

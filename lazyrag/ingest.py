@@ -1,0 +1,391 @@
+"""Documents -> store. First a plan that can be shown, then a run that can be stopped at any moment and started again.
+
+    parse -> split -> embed -> store (one transaction a document) -> delete -> index -> warm
+
+Nothing is remembered of an interrupted run, because nothing needs to be: what is in the store is whole, so the next
+plan finds it unchanged, and chunks whose KV is not known to be kept are warmed. A changed document replaces its old
+version in one step; chunks that it keeps are neither embedded nor warmed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from os import PathLike
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, StoreError
+from lazyrag.loaders import MAX_BYTES, Failure, Scan, Source, scan
+from lazyrag.retrievers.embed import Embedder
+from lazyrag.retrievers.store import Store
+from lazyrag.retrievers.vectors import VectorIndex
+from lazyrag.splitter import Splitter
+from lazyrag.types import ChunkId, Document, EncodedChunk, Reuse
+
+PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
+    "parse",
+    "split",
+    "embed",
+    "store",
+    "delete",
+    "index",
+    "warm",
+)
+
+EMBED_BATCH = 64
+_GROUP = 256  # chunks that are split before their documents are embedded and stored
+_MARK = 32  # warmed chunks that are journaled at once
+
+Warm: TypeAlias = Callable[[Iterable[tuple[ChunkId, Sequence[int]]]], Iterator[tuple[ChunkId, Reuse | Exception]]]
+"""Computes (or finds) the KV of chunks given as id and tokens; `lazyrag.backend.engine.warm`, bound to an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestPlan:
+    """What a run would do, and what it needs for that. Made by `plan`.
+
+    Attributes:
+        added: not in the store yet.
+        changed: in the store, but made from other bytes, or split or embedded in another way.
+        unchanged: ids of documents that need no work.
+        missing: ids of stored documents below the given files and folders whose files are gone.
+        failed: what cannot be read.
+        skipped: files in the given folders that were passed over.
+        interrupted: the run before did not come to its end (or is still running, in another process).
+    """
+
+    store: Store = field(repr=False)
+    splitter: Splitter = field(repr=False)
+    embedder: Embedder | None = field(repr=False)
+    namespace: str
+    added: tuple[Source, ...]
+    changed: tuple[Source, ...]
+    unchanged: tuple[str, ...]
+    missing: tuple[str, ...]
+    failed: tuple[Failure, ...]
+    skipped: tuple[str, ...]
+    interrupted: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(source.num_bytes for source in (*self.added, *self.changed))
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the store is tied to by this ingest."""
+        embedder = {"embedder": self.embedder.name, "dim": str(self.embedder.dim)} if self.embedder else {}
+        return {"tokenizer": self.splitter.tokenizer.fingerprint, **embedder}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step that was done.
+
+    Attributes:
+        stage: one of STAGES. Stages take turns until everything is stored.
+        done: documents (parse, split, store, delete) or chunks (embed, warm) so far; 1 of 1 for index.
+        total: as far as known; that of `embed` grows while documents are split.
+        num_bytes: read so far, of all documents.
+        failures: what could not be done in this step; the run goes on.
+    """
+
+    stage: str
+    done: int
+    total: int
+    num_bytes: int
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The last event of a run.
+
+    Attributes:
+        added: documents, as `changed`, `unchanged`, `deleted` and `missing` (gone, but kept).
+        chunks_added: chunks that the namespace did not hold before, as `chunks_removed`, `embedded` and `warmed`.
+        failed: everything that could not be done.
+    """
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    missing: int = 0
+    chunks_added: int = 0
+    chunks_removed: int = 0
+    embedded: int = 0
+    warmed: int = 0
+    failed: tuple[Failure, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all was done, 1 if some of it failed."""
+        return 1 if self.failed else 0
+
+
+def plan(
+    store: Store,
+    paths: Iterable[str | PathLike[str]] = (),
+    *,
+    splitter: Splitter,
+    embedder: Embedder | None = None,
+    documents: Iterable[Document] = (),
+    namespace: str = "",
+    max_bytes: int = MAX_BYTES,
+) -> IngestPlan:
+    """Compare documents with the store. Reads every file once; changes nothing.
+
+    Args:
+        store: where they shall be.
+        paths: see `lazyrag.loaders.scan`.
+        splitter: how they are split.
+        embedder: makes them searchable; None: they are not.
+        documents: from elsewhere than files. They are never missing.
+        namespace: whose they are.
+        max_bytes: see `lazyrag.loaders.scan`.
+
+    Raises:
+        StoreError: the store was made with another tokenizer or embedder.
+    """
+    found = scan(paths, max_bytes=max_bytes)
+    found.sources += map(_source, documents)
+    recipe = _recipe(splitter, embedder)
+    known = {stored.id: (stored.sha256, stored.recipe) for stored in store.documents(namespace)}
+    new, changed, unchanged = _compare(found, known, recipe)
+    here = {source.id for source in found.sources}
+    last = store.last_run(namespace)
+    made = IngestPlan(
+        store=store,
+        splitter=splitter,
+        embedder=embedder,
+        namespace=namespace,
+        added=tuple(new),
+        changed=tuple(changed),
+        unchanged=tuple(unchanged),
+        missing=tuple(id for id in known if id not in here and found.misses(id)),
+        failed=tuple(found.failed),
+        skipped=tuple(found.skipped),
+        interrupted=last is not None and last.finished_at is None,
+    )
+    store.expect(**made.settings)
+    return made
+
+
+def run(
+    plan: IngestPlan, *, sync: bool = False, warm: Warm | None = None, fingerprint: str | None = None
+) -> Iterator[Progress | Summary]:
+    """Do what the plan says, step by step; the last event is the Summary. Closing the iterator stops after a step.
+
+    Args:
+        plan: made now; a file that has changed since then is a failure.
+        sync: delete the documents that are missing.
+        warm: has the KV computed of every chunk of the namespace that is not known to be warm. None: the first prompt
+            that holds a chunk pays for it.
+        fingerprint: names the place where `warm` leaves the KV: model, KV format, and (mode `lazy-prefix`) preamble.
+            What was warmed is then noted, and not warmed again. None: the KV does not outlive the process.
+
+    Raises:
+        StoreError: the store was made with another tokenizer or embedder, or fails.
+        EngineDeadError: the engine stopped while warming.
+    """
+    yield from _Run(plan).events(sync, warm, fingerprint)
+
+
+def _source(document: Document) -> Source:
+    """A document from elsewhere, as something to ingest."""
+    content = [document.text, document.source, document.title, dict(document.metadata), document.pages]
+    data = json.dumps(content, sort_keys=True).encode()
+    return Source(document.id, sha256(data).hexdigest(), len(data), None, lambda: document)
+
+
+def _recipe(splitter: Splitter, embedder: Embedder | None) -> str:
+    return f"{splitter.recipe} {embedder.name if embedder else '-'}"
+
+
+def _compare(
+    found: Scan, known: Mapping[str, tuple[str, str]], recipe: str
+) -> tuple[list[Source], list[Source], list[str]]:
+    """What is new, what is changed, and the ids of what is neither. A second document of one id is a failure."""
+    new, changed, unchanged = [], [], []
+    seen: set[str] = set()
+    for source in found.sources:
+        if source.id in seen:
+            error = InputError(f"Two documents have the id {source.id}.", why="The second one is left out.")
+            found.failed.append(Failure(source.id, error))
+        elif source.id not in known:
+            new.append(source)
+        elif known[source.id] != (source.sha256, recipe):
+            changed.append(source)
+        else:
+            unchanged.append(source.id)
+        seen.add(source.id)
+    return new, changed, unchanged
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A document that waits to be stored."""
+
+    source: Source
+    document: Document
+    chunks: list[EncodedChunk]
+
+
+class _Run:
+    """One run: its counters, and its stages as generators of events."""
+
+    def __init__(self, plan: IngestPlan) -> None:
+        self._plan = plan
+        self._store = plan.store
+        self._failed = list(plan.failed)
+        self._num_bytes = 0
+        self._added = self._changed = self._deleted = 0
+        self._chunks_added = self._chunks_removed = self._embedded = self._warmed = 0
+        self._split = self._stored = self._to_embed = 0
+
+    def events(self, sync: bool, warm: Warm | None, fingerprint: str | None) -> Iterator[Progress | Summary]:
+        plan, store = self._plan, self._store
+        store.require(**plan.settings)
+        key = store.start_run(plan.namespace)
+        yield from self._documents()
+        if sync:
+            yield from self._delete()
+        if plan.embedder is not None:
+            yield self._index()
+        if warm is not None:
+            yield from self._warm(warm, fingerprint)
+        summary = self._summary(sync)
+        counts = asdict(replace(summary, failed=())) | {"failed": [failure.source for failure in summary.failed]}
+        store.finish_run(key, counts)
+        yield summary
+
+    # ------------------------------------------------------------ stages
+
+    def _documents(self) -> Iterator[Progress]:
+        sources = [*self._plan.added, *self._plan.changed]
+        group: list[_Ready] = []
+        for number, source in enumerate(sources, 1):
+            try:
+                document = source.load()
+                self._num_bytes += source.num_bytes
+                yield self._progress(PARSE, number, len(sources))
+                group.append(_Ready(source, document, self._plan.splitter.split(document)))
+                self._split += 1
+                yield self._progress(SPLIT, self._split, len(sources))
+            except (InputError, MissingExtraError) as error:
+                yield self._failure(PARSE, number, len(sources), source.id, error)
+            # Small documents are embedded together; a large one does not wait for others.
+            if sum(len(ready.chunks) for ready in group) >= _GROUP:
+                yield from self._put(group, len(sources))
+                group.clear()
+        yield from self._put(group, len(sources))
+
+    def _put(self, group: Sequence[_Ready], total: int) -> Iterator[Progress]:
+        vectors: dict[ChunkId, NDArray[np.float32]] = {}
+        yield from self._embed(group, vectors)
+        new = {source.id for source in self._plan.added}
+        for ready in group:
+            source = ready.source
+            try:
+                change = self._store.put_document(
+                    ready.document,
+                    ready.chunks,
+                    vectors=vectors,
+                    sha256=source.sha256,
+                    recipe=_recipe(self._plan.splitter, self._plan.embedder),
+                    mtime=source.mtime,
+                    namespace=self._plan.namespace,
+                )
+            except InputError as error:
+                yield self._failure(STORE, self._stored, total, source.id, error)
+                continue
+            self._chunks_added += len(change.added)
+            self._chunks_removed += len(change.removed)
+            self._added += source.id in new
+            self._changed += source.id not in new
+            self._stored += 1
+            yield self._progress(STORE, self._stored, total)
+
+    def _embed(self, group: Sequence[_Ready], vectors: dict[ChunkId, NDArray[np.float32]]) -> Iterator[Progress]:
+        """Fill `vectors` with those of the group's chunks that have none yet."""
+        if self._plan.embedder is None:
+            return
+        texts = {encoded.chunk.id: encoded.chunk.text for ready in group for encoded in ready.chunks}
+        missing = self._store.without_vector(texts, self._plan.namespace)
+        ids = [id for id in texts if id in missing]
+        self._to_embed += len(ids)
+        for start in range(0, len(ids), EMBED_BATCH):
+            batch = ids[start : start + EMBED_BATCH]
+            made = self._plan.embedder.embed_documents([texts[id] for id in batch])
+            vectors.update(zip(batch, made, strict=True))
+            self._embedded += len(batch)
+            yield self._progress(EMBED, self._embedded, self._to_embed)
+
+    def _delete(self) -> Iterator[Progress]:
+        for id in self._plan.missing:
+            self._chunks_removed += len(self._store.delete_document(id, self._plan.namespace).removed)
+            self._deleted += 1
+            yield self._progress(DELETE, self._deleted, len(self._plan.missing))
+
+    def _index(self) -> Progress:
+        index = VectorIndex(self._store, self._plan.namespace)
+        index.refresh()
+        try:
+            index.save()
+        except StoreError as error:
+            return self._failure(INDEX, 1, 1, str(index.path), error)
+        return self._progress(INDEX, 1, 1)
+
+    def _warm(self, warm: Warm, fingerprint: str | None) -> Iterator[Progress]:
+        namespace = self._plan.namespace
+        key = fingerprint or ""  # nothing is ever noted under the empty one
+        total = self._store.num_unwarmed(key, namespace)
+        unmarked: list[ChunkId] = []
+        done = 0
+        try:
+            for id, result in warm(self._store.unwarmed(key, namespace)):
+                done += 1
+                if isinstance(result, Exception):
+                    if isinstance(result, EngineDeadError) or not isinstance(result, LazyRAGError):
+                        raise result
+                    yield self._failure(WARM, done, total, id, result)
+                    continue
+                self._warmed += 1
+                unmarked.append(id)
+                if fingerprint and len(unmarked) == _MARK:
+                    self._store.mark_warm(unmarked, fingerprint, namespace)
+                    unmarked.clear()
+                yield self._progress(WARM, done, total)
+        finally:
+            if fingerprint and unmarked:
+                self._store.mark_warm(unmarked, fingerprint, namespace)
+
+    # ------------------------------------------------------------ events
+
+    def _progress(self, stage: str, done: int, total: int) -> Progress:
+        return Progress(stage, done, total, self._num_bytes)
+
+    def _failure(self, stage: str, done: int, total: int, source: str, error: LazyRAGError) -> Progress:
+        failure = Failure(source, error)
+        self._failed.append(failure)
+        return Progress(stage, done, total, self._num_bytes, (failure,))
+
+    def _summary(self, sync: bool) -> Summary:
+        return Summary(
+            added=self._added,
+            changed=self._changed,
+            unchanged=len(self._plan.unchanged),
+            deleted=self._deleted,
+            missing=0 if sync else len(self._plan.missing),
+            chunks_added=self._chunks_added,
+            chunks_removed=self._chunks_removed,
+            embedded=self._embedded,
+            warmed=self._warmed,
+            failed=tuple(self._failed),
+        )

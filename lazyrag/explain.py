@@ -23,8 +23,8 @@ FIXES = {
     ESCAPED: "A list or an object was turned into text, with quotes and line breaks escaped. Join the documents' texts"
     ' with "\\n\\n" (LangChain: format_docs; LlamaIndex: response_mode="compact"; tools: return a string).',
     HTML: "The prompt template escapes HTML. Use {{{name}}} in a mustache template, or an f-string template.",
-    WHITESPACE: "Line breaks or spaces were changed on the way. Put the text in as it is, or register it as it is shown.",
-    UNICODE: "The text was normalised to another Unicode form. Put it in as it is, or register it as it is shown.",
+    WHITESPACE: "Line breaks or spaces were changed on the way. Put the text in as it is, or register what is shown.",
+    UNICODE: "The text was normalised to another Unicode form. Put it in as it is, or register what is shown.",
 }
 
 
@@ -118,8 +118,8 @@ class Alterations:
         for chunk_id, chunk in self._segmenter.texts(self._segmenter.index.candidates(text).chunk_ids).items():
             if _squeezed(chunk) in squeezed:
                 found.setdefault(chunk_id, WHITESPACE)
-        unchanged = {occurrence.chunk_id for occurrence in self._segmenter.find(text) if occurrence.whole}
-        return [Altered(kind, id, FIXES[kind]) for id, kind in found.items() if id not in unchanged]
+        texts = self._segmenter.texts(found)
+        return [Altered(kind, id, FIXES[kind]) for id, kind in found.items() if texts.get(id, "") not in text]
 
 
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([nrt\"'\\/]))")

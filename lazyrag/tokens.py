@@ -113,7 +113,7 @@ class Tokenizer:
     def encode_plain_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """As `encode_plain`, with the half-open character range [start, end) of each token.
 
-        The tokens of a character that needs several (bytes of an emoji) all carry the range of that character.
+        A character that is split among tokens (the bytes of an emoji) lies in the range of each of them.
         """
         encoding = _encode(self._plain, text)
         return list(encoding.ids), list(encoding.offsets)
@@ -202,8 +202,7 @@ def _build_inert(spec: Spec, control: Sequence[Mapping[str, Any]]) -> tokenizers
     Raises:
         ConfigError: a control token can still be reached.
     """
-    contents = {token["content"] for token in control}
-    spec = {**spec, "added_tokens": [token for token in spec["added_tokens"] if token["content"] not in contents]}
+    spec = _without_added(spec, {token["content"] for token in control})
     tokenizer = _build(spec)
     if leaks := _leaks(tokenizer, control, spec):
         tokenizer = _build(_disarmed(spec, leaks))
@@ -215,6 +214,20 @@ def _build_inert(spec: Spec, control: Sequence[Mapping[str, Any]]) -> tokenizers
             fix="Use a model with a byte-level BPE, SentencePiece BPE or Unigram tokenizer.",
         )
     return tokenizer
+
+
+def _without_added(spec: Spec, contents: Collection[str]) -> Spec:
+    """The spec without these added tokens, the other ones keeping their ids.
+
+    The tokenizers package numbers added tokens anew if the model's vocabulary does not name them, so it must.
+    """
+    vocab = spec["model"]["vocab"]
+    kept = [token for token in spec["added_tokens"] if token["content"] not in contents]
+    if isinstance(vocab, list):  # Unigram: an id is a place in the list
+        pieces = {piece for piece, _ in vocab}
+        return {**spec, "added_tokens": [token for token in kept if token["content"] in pieces]}
+    vocab = {**vocab, **{token["content"]: token["id"] for token in kept}}
+    return {**spec, "added_tokens": kept, "model": {**spec["model"], "vocab": vocab}}
 
 
 def _leaks(tokenizer: tokenizers.Tokenizer, control: Iterable[Mapping[str, Any]], spec: Spec) -> set[str]:

@@ -8,6 +8,8 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -19,9 +21,11 @@ from lazyrag.errors import ConfigError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, ChunkId, Hit, PromptPlan, Reuse
+from lazyrag.types import Answer, ChunkId, Document, Hit, PromptPlan, Reuse
 
 if TYPE_CHECKING:
+    from lazyrag.explain import Row
+    from lazyrag.ingest import IngestPlan, Progress, Summary
     from lazyrag.retrievers.search import Searcher
     from lazyrag.retrievers.store import Store
 
@@ -30,8 +34,11 @@ Prompt: TypeAlias = str | Sequence[Message] | PromptPlan
 DEFAULT_BLOCK_SIZE = 32
 """For planning without an engine; a running engine says its own."""
 
+REMEMBERED = ("model", "mode", "preamble", "dtype", "embedder")
+"""Settings that a store keeps from its last ingest, so that other commands need not repeat them."""
+
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
-"""The system message of `LazyRAG.query`, unless the preamble (mode `lazy-prefix`) holds another."""
+"""The system message of `LazyRAG.query`, unless a preamble is set."""
 
 
 class LazyRAG:
@@ -55,7 +62,8 @@ class LazyRAG:
             raise ConfigError(
                 "Give either a Config or settings, not both.", why=f"Both were given: {sorted(settings)}."
             )
-        self.config = config if config is not None else Config.load(**settings)
+        self._configured = config if config is not None else Config.load(**settings)
+        self._config: Config | None = None
         self._engine = engine
         self._lock = threading.RLock()
         self._tokenizer: Tokenizer | None = None
@@ -76,21 +84,34 @@ class LazyRAG:
     # ------------------------------------------------------------ what needs no engine
 
     @property
+    def config(self) -> Config:
+        """The settings; those of `REMEMBERED` that nobody set are the ones that the store was last filled with."""
+        with self._lock:
+            if self._config is None:
+                self._config = self._remembered()
+            return self._config
+
+    def _remembered(self) -> Config:
+        given = self._configured
+        known = self.store.settings() if self.store is not None else {}
+        unset = {name: known[name] for name in REMEMBERED if name in known and given.origin(name) == "default"}
+        return replace(given, **unset, origins={**given.origins, **dict.fromkeys(unset, str(given.store))})
+
+    @property
     def model(self) -> Path:
         """The model's folder."""
-        name = self.config.model or (self.store.settings().get("model", "") if self.store else "")
-        return model_folder(name)
+        return model_folder(self.config.model)
 
     @property
     def store(self) -> Store | None:
-        """The store, opened; None if no store is configured."""
-        if self.config.store is None:
-            return None
+        """The store, opened; None if no store is configured, or nothing was ever ingested into it."""
+        directory = self._configured.store
         with self._lock:
-            if self._store is None:
-                from lazyrag.retrievers.store import Store
+            if self._store is None and directory is not None:
+                from lazyrag.retrievers.store import FILE_NAME, Store
 
-                self._store = Store.open(self.config.store, create=True)
+                if (directory / FILE_NAME).is_file():
+                    self._store = Store.open(directory)
             return self._store
 
     @property
@@ -237,11 +258,89 @@ class LazyRAG:
     def _warm_tokens(
         self, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-        prefix = self.tokenizer.encode_template(self.config.preamble) if self.config.mode == "lazy-prefix" else ()
+        prefix = self._prefix()
         tail = self.tokenizer.encode_plain("\n")[-1]
         yield from engines.warm(self.engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
 
+    def _prefix(self) -> tuple[int, ...]:
+        """Tokens of the preamble as it begins a chat (or, of a model without chat template, a string prompt)."""
+        if self.config.mode != "lazy-prefix":
+            return ()
+        preamble = self.config.preamble
+        chat = [Message("system", preamble), Message("user", "?")]
+        plan = self.plan(chat if self.tokenizer.chat_template is not None else f"{preamble}\n?")
+        return plan.token_ids[: plan.prefix_len]
+
     # ------------------------------------------------------------ what needs a store
+
+    def plan_ingest(
+        self, paths: Iterable[str | PathLike[str]] = (), *, documents: Iterable[Document] = ()
+    ) -> IngestPlan:
+        """Compare files, folders and documents with the store, which is made if there is none; changes nothing else.
+
+        Raises:
+            ConfigError: no store is configured.
+            StoreError: the store was made with another tokenizer or embedder.
+        """
+        from lazyrag import ingest
+        from lazyrag.retrievers.embed import load_embedder
+        from lazyrag.retrievers.store import Store
+        from lazyrag.splitter import Splitter
+
+        if self.store is None and self._configured.store is not None:
+            self.tokenizer.fingerprint  # noqa: B018  (a wrong model is an error before there is a store)
+            with self._lock:
+                self._store = Store.open(self._configured.store, create=True)
+                self._library = None
+        return ingest.plan(
+            self._needed_store(),
+            paths,
+            documents=documents,
+            splitter=Splitter(self.tokenizer, self.config.chunk_size, self.config.chunk_overlap),
+            embedder=load_embedder(self.config.embedder),
+            namespace=self.config.namespace,
+        )
+
+    def ingest(
+        self,
+        paths: Iterable[str | PathLike[str]] = (),
+        *,
+        documents: Iterable[Document] = (),
+        plan: IngestPlan | None = None,
+        sync: bool = False,
+        warm: bool = True,
+    ) -> Iterator[Progress | Summary]:
+        """Take files, folders and documents into the store; the last event is the Summary. Run it again to resume.
+
+        Args:
+            paths: files, folders or globs; "-" reads standard input.
+            documents: from elsewhere than files.
+            plan: do this one (`plan_ingest`), not a new one.
+            sync: delete stored documents whose files are gone from the given folders.
+            warm: compute the KV of every chunk now. Else the first prompt that holds a chunk pays for it.
+
+        Raises:
+            ConfigError, StoreError: as `plan_ingest`.
+            EngineError: the engine cannot start, or stopped.
+        """
+        from lazyrag import ingest
+
+        plan = plan or self.plan_ingest(paths, documents=documents)
+        warm = warm and self.config.mode != "exact"
+        if warm:
+            fingerprint = self._kv_fingerprint()
+        settings = {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
+        plan.store.remember(**settings)
+        yield from ingest.run(
+            plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint if warm else None
+        )
+
+    def _kv_fingerprint(self) -> str | None:
+        """Names what the chunks' KV on disk depends on; None if it is not kept."""
+        if self.config.kv_dir is None:
+            return None
+        prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
+        return f"{self.info.fingerprint}-{prefix}"
 
     def search(self, query: str, k: int = 4) -> list[Hit]:
         """The k stored chunks nearest to a query, each with the place it came from.
@@ -265,8 +364,13 @@ class LazyRAG:
             return self._searcher
 
     def _needed_store(self) -> Store:
-        if self.store is None:
+        directory = self._configured.store
+        if directory is None:
             raise ConfigError("No store is named.", fix="Pass store=..., --store or LAZYRAG_STORE: a folder.")
+        if self.store is None:
+            raise ConfigError(
+                f"There is no store in {directory}.", fix=f"Make one: lazyrag ingest PATH --store {directory}"
+            )
         return self.store
 
     def question(self, question: str, k: int = 4) -> tuple[Prompt, list[Hit]]:
@@ -274,10 +378,9 @@ class LazyRAG:
         hits = self.search(question, k)
         passages = "\n\n".join(f"[{i}] {hit.chunk.source}\n{hit.chunk.text}" for i, hit in enumerate(hits, 1))
         content = f"{passages}\n\nQuestion: {question}"
-        preamble = self.config.preamble if self.config.mode == "lazy-prefix" else ""
+        system = self.config.preamble or SYSTEM
         if self.tokenizer.chat_template is None:
-            return f"{preamble or SYSTEM}\n\n{content}\nAnswer:", hits
-        system = system_of(self.tokenizer, preamble) if preamble else SYSTEM
+            return f"{system}\n\n{content}\nAnswer:", hits
         return [Message("system", system), Message("user", content)], hits
 
     def query(self, question: str, k: int = 4, sampling: Sampling | None = None) -> Answer:
@@ -285,6 +388,21 @@ class LazyRAG:
         prompt, hits = self.question(question, k)
         (answer,) = self.generate([prompt], sampling)
         return replace(answer, hits=tuple(hits))
+
+    def explain(self, prompt: Prompt, *, run: bool = False) -> list[Row]:
+        """What of a prompt is reused, and why the rest is not: one row for each of its pieces, in order.
+
+        Args:
+            prompt: as for `plan`.
+            run: send it to the engine, to learn where each chunk's KV comes from.
+        """
+        from lazyrag.explain import Alterations, explain
+
+        reuse = None
+        if run:
+            (answer,) = self.generate([prompt], Sampling(max_tokens=1))
+            reuse = answer.reuse
+        return explain(self.plan(prompt), reuse, nearest=Alterations(self.library.segmenter).find)
 
     def stats(self) -> dict[str, Any]:
         """Counts of the store, of its KV on disk, and of the engine if it runs."""
@@ -348,26 +466,6 @@ def context_window(model: Path) -> int:
     if not isinstance(found, int):
         raise ConfigError(f"{model}/config.json names no max_position_embeddings.", fix="Set max_model_len.")
     return found
-
-
-def system_of(tokenizer: Tokenizer, preamble: str) -> str:
-    """The system message with which the model's chat template renders to a text that begins with `preamble`.
-
-    Raises:
-        ConfigError: there is none, so chats could never reuse chunks that were computed behind this preamble.
-    """
-    mark = "lazyrag-system-message"
-    rendered = render(tokenizer, [Message("system", mark), Message("user", "?")]).text
-    before, _, after = rendered.partition(mark)
-    for length in range(len(after), -1, -1):
-        end = len(preamble) - length
-        if preamble.startswith(before) and len(before) < end and preamble.endswith(after[:length]):
-            return preamble[len(before) : end]
-    raise ConfigError(
-        "The preamble is no beginning of a chat with this model:",
-        why="it must be what the chat template makes of a system message.",
-        fix=f"Write it as: {before!r} + message + {after[: after.find('?')]!r}",
-    )
 
 
 _engines: dict[tuple[Any, ...], Engine] = {}

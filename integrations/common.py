@@ -27,19 +27,21 @@ class Connection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
-    model: str | None = Field(None, description="Folder or name of the model.")
-    mode: str | None = Field(None, description="exact, lazy or lazy-prefix.")
-    store: Path | str | None = Field(None, description="Folder of the document store.")
-    preamble: str | None = Field(None, description="Fixed text in front of every prompt (mode lazy-prefix).")
-    embedder: str | None = Field(None, description="Name of the embedding model.")
-    namespace: str | None = Field(None, description="Tenant; nothing is shared between namespaces.")
-    dtype: str | None = Field(None, description="Data type of weights and KV.")
-    max_model_len: int | None = Field(None, description="Tokens of prompt and answer together.")
-    base_url: str | None = Field(None, description="URL of a running engine.")
-    engine_args: dict[str, Any] | None = Field(None, description="More settings for vLLM, by its own names.")
-    lazyrag: LazyRAG | None = Field(None, exclude=True, repr=False, description="Use this client, not one of its own.")
+    model: str | None = Field(default=None, description="Folder or name of the model.")
+    mode: str | None = Field(default=None, description="exact, lazy or lazy-prefix.")
+    store: Path | str | None = Field(default=None, description="Folder of the document store.")
+    preamble: str | None = Field(default=None, description="Fixed text in front of every prompt (mode lazy-prefix).")
+    embedder: str | None = Field(default=None, description="Name of the embedding model.")
+    namespace: str | None = Field(default=None, description="Tenant; nothing is shared between namespaces.")
+    dtype: str | None = Field(default=None, description="Data type of weights and KV.")
+    max_model_len: int | None = Field(default=None, description="Tokens of prompt and answer together.")
+    base_url: str | None = Field(default=None, description="URL of a running engine.")
+    engine_args: dict[str, Any] | None = Field(default=None, description="More settings for vLLM, by its own names.")
+    lazyrag: LazyRAG | None = Field(
+        default=None, exclude=True, repr=False, description="Use this client, not one of its own."
+    )
 
-    _client: LazyRAG | None = PrivateAttr(None)
+    _client: LazyRAG | None = PrivateAttr(default=None)
 
     @property
     def client(self) -> LazyRAG:
@@ -61,13 +63,15 @@ SETTINGS = tuple(name for name in Connection.model_fields if name != "lazyrag")
 class Generation(BaseModel):
     """How a façade generates. A value that is None is the client's default."""
 
-    max_tokens: int | None = Field(None, description="Tokens to generate, at most.")
-    temperature: float | None = Field(None, description="0: always the likeliest token.")
-    top_p: float | None = Field(None, description="Sample from the likeliest tokens that make up this probability.")
-    top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: from all.")
-    seed: int | None = Field(None, description="Makes sampling repeatable.")
-    stop: list[str] | None = Field(None, description="Texts that end the answer; they are not part of it.")
-    timeout: float | None = Field(None, description="Seconds that a request may take.")
+    max_tokens: int | None = Field(default=None, description="Tokens to generate, at most.")
+    temperature: float | None = Field(default=None, description="0: always the likeliest token.")
+    top_p: float | None = Field(
+        default=None, description="Sample from the likeliest tokens that make up this probability."
+    )
+    top_k: int | None = Field(default=None, description="Sample from this many of the likeliest tokens; 0: from all.")
+    seed: int | None = Field(default=None, description="Makes sampling repeatable.")
+    stop: list[str] | None = Field(default=None, description="Texts that end the answer; they are not part of it.")
+    timeout: float | None = Field(default=None, description="Seconds that a request may take.")
 
     def sampling(self, client: LazyRAG, stop: Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
         """The settings of one request.
@@ -176,12 +180,24 @@ def takes_tools(client: LazyRAG) -> bool:
     return "tools" in (client.tokenizer.chat_template or "")
 
 
+def choice_of(tool_choice: Any) -> str:
+    """The frameworks' `tool_choice` as "auto", "none", "required" (any of them), or the name of one."""
+    if not tool_choice:
+        return "auto"
+    if isinstance(tool_choice, Mapping):
+        return str(tool_choice["function"]["name"])
+    return "required" if tool_choice in (True, "any") else str(tool_choice)
+
+
 def call_schema(tools: Sequence[Tool], choice: str) -> Mapping[str, Any] | None:
     """The JSON schema of a call, if the model must make one.
 
     Args:
         tools: those offered.
-        choice: "auto", "none", "required" (any of them), or the name of one.
+        choice: see `choice_of`.
+
+    Raises:
+        InputError: it names none of the tools.
     """
     if choice in ("auto", "none"):
         return None

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.chat import Message
-from lazyrag.integrations.common import Heard, Tool, call_schema, check_tools
+from lazyrag.integrations.common import Heard, Tool, call_schema, check_tools, choice_of
 from lazyrag.integrations.langchain.convert import (
     langchain_errors,
     to_chunk,
@@ -100,7 +100,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
         tools: list[Tool] = list(kwargs.pop("tools", None) or ())
-        choice = _choice(kwargs.pop("tool_choice", None))
+        choice = choice_of(kwargs.pop("tool_choice", None))
         check_tools(self.client, tools)
         if schema := call_schema(tools, choice):
             kwargs["json_schema"] = schema
@@ -166,7 +166,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
             **kwargs,
         )
         parser: PydanticOutputParser[Any] | JsonOutputParser = JsonOutputParser()
-        if is_basemodel_subclass(schema):
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
             parser = PydanticOutputParser(pydantic_object=schema)
         if not include_raw:
             return model | parser
@@ -195,12 +195,3 @@ class _Call:
             yield ChatGenerationChunk(message=to_chunk(delta, answer, self.model))
         elif answer:
             yield ChatGenerationChunk(message=to_single_chunk(to_message(answer, self.model, self.tools)))
-
-
-def _choice(tool_choice: str | bool | Mapping[str, Any] | None) -> str:
-    if not tool_choice:
-        return "auto"
-    if isinstance(tool_choice, Mapping):
-        name: str = tool_choice["function"]["name"]
-        return name
-    return "required" if tool_choice in (True, "any") else str(tool_choice)

@@ -18,10 +18,13 @@ _IDENTITY = ("model", "mode", "namespace", "preamble", "dtype", "base_url")
 class LangChainModel(Connection, Generation):
     """Settings, identity and token counts; to be derived from before LangChain's base class."""
 
-    streaming: bool = Field(False, description="Stream inside invoke, too, so that callbacks see every token.")
-    api_key: SecretStr | None = Field(None, description="Taken as every model takes one; a local engine asks for none.")
+    streaming: bool = Field(default=False, description="Stream inside invoke, too, so that callbacks see every token.")
+    api_key: SecretStr | None = Field(
+        default=None, description="Taken as every model takes one; a local engine asks for none."
+    )
     max_retries: int = Field(
-        0, description="Taken as every model takes it; what fails on a local engine fails again, so nothing is retried."
+        default=0,
+        description="Taken as every model takes it; what fails on a local engine fails again, so nothing is retried.",
     )
 
     @property

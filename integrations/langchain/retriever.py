@@ -20,7 +20,7 @@ class LazyRAGRetriever(Connection, BaseRetriever):
 
     model_config = ConfigDict(extra="forbid")
 
-    k: int = Field(4, ge=1, description="How many documents to return, at most.")
+    k: int = Field(default=4, ge=1, description="How many documents to return, at most.")
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None

@@ -28,7 +28,16 @@ from pydantic import ConfigDict
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.chat import Message
 from lazyrag.errors import InputError
-from lazyrag.integrations.common import Connection, Generation, Heard, Tool, call_schema, check_tools, takes_tools
+from lazyrag.integrations.common import (
+    Connection,
+    Generation,
+    Heard,
+    Tool,
+    call_schema,
+    check_tools,
+    choice_of,
+    takes_tools,
+)
 from lazyrag.integrations.llama_index.convert import to_chat_delta, to_chat_response, to_completion, to_messages
 from lazyrag.types import Answer
 
@@ -166,7 +175,7 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
         if user_msg is not None:
             is_text = isinstance(user_msg, str)
             messages.append(ChatMessage(role=MessageRole.USER, content=user_msg) if is_text else user_msg)
-        choice = "required" if tool_required else "auto"
+        choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else "auto")
         described = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         return {"messages": messages, "tools": described, "tool_choice": choice, **kwargs}
 
@@ -205,7 +214,7 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
     def _chat_call(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
         tools: list[Tool] = list(kwargs.pop("tools", None) or ())
-        choice = kwargs.pop("tool_choice", "auto")
+        choice = choice_of(kwargs.pop("tool_choice", None))
         check_tools(self.client, tools)
         if schema := call_schema(tools, choice):
             kwargs["json_schema"] = schema

@@ -54,7 +54,7 @@ def passages() -> list[str]:
     return [passage(seed) for seed in range(12)]
 
 
-def save_model(folder: Path, texts: list[str], template: str, context: int = CONTEXT) -> Path:
+def save_model(folder: Path, texts: list[str], template: str | None, context: int = CONTEXT) -> Path:
     """Write what the text half reads of a model: tokenizer, chat template and context window."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,6 +81,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, passages: list[str]) 
 @pytest.fixture(scope="session")
 def folder_without_tools(tmp_path_factory: pytest.TempPathFactory, passages: list[str]) -> Path:
     return save_model(tmp_path_factory.mktemp("model-without-tools"), passages, NO_TOOLS)
+
+
+@pytest.fixture(scope="session")
+def base_folder(tmp_path_factory: pytest.TempPathFactory, passages: list[str]) -> Path:
+    """A model without a chat template."""
+    return save_model(tmp_path_factory.mktemp("base-model"), passages, None)
 
 
 Connect = Callable[..., tuple[LazyRAG, FakeEngine]]

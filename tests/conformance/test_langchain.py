@@ -192,15 +192,13 @@ async def test_every_way_of_asking_gives_the_same_answer(facade: type[Any], conn
 
 def test_a_batch_of_strings_reaches_the_engine_together(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = connect()
-    seen = []
-    monkeypatch.setattr(
-        LazyRAG,
-        "generate",
-        lambda self, prompts, *args, _real=LazyRAG.generate, **kw: (
-            seen.append(list(prompts)),
-            _real(self, prompts, *args, **kw),
-        )[1],
-    )
+    seen, generate = [], client.generate
+
+    def spy(prompts: list[str], *arguments: Any, **settings: Any) -> Any:
+        seen.append(prompts)
+        return generate(prompts, *arguments, **settings)
+
+    monkeypatch.setattr(client, "generate", spy)
     LazyRAGLLM(lazyrag=client).batch(["one", "two", "three"])
     assert seen == [["one", "two", "three"]]
 
@@ -450,17 +448,18 @@ def test_a_request_for_another_model_is_refused(connect: Connect) -> None:
         chat.invoke("Why?", model="other-model")
 
 
-async def test_leaving_a_stream_early_cancels_the_request(connect: Connect) -> None:
+@pytest.mark.parametrize("facade", [ChatLazyRAG, LazyRAGLLM])
+async def test_leaving_a_stream_early_cancels_the_request(facade: type[Any], connect: Connect) -> None:
     client, engine = connect(delay_s=0.001, reply=saying("river " * 400))
-    for model in (ChatLazyRAG(lazyrag=client), LazyRAGLLM(lazyrag=client)):
-        chunks = model.stream("Why?")
-        next(chunks)
-        chunks.close()  # type: ignore[attr-defined]
-        achunks = model.astream("Why?")
-        await anext(achunks)
-        await achunks.aclose()  # type: ignore[attr-defined]
+    model = facade(lazyrag=client)
+    chunks = model.stream("Why?")
+    next(chunks)
+    chunks.close()
+    achunks = model.astream("Why?")
+    await anext(achunks)
+    await achunks.aclose()
     await asyncio.sleep(0)
-    ChatLazyRAG(lazyrag=client, max_tokens=30).invoke("Why?")
+    facade(lazyrag=client, max_tokens=30).invoke("Why?")
     assert engine.stats()["requests"] == 1, "the others never finished"
 
 
@@ -477,7 +476,7 @@ def test_messages_are_translated_whole() -> None:
                 [{"type": "text", "text": "I look."}, {"type": "reasoning", "reasoning": "hm"}], tool_calls=[call]
             ),
             ToolMessage("rain", tool_call_id="7", name="weather"),
-            ChatMessage("more", role="critic"),
+            ChatMessage(content="more", role="critic"),
         ]
     )
     assert (system.role, system.content) == ("system", "s")
@@ -493,7 +492,7 @@ def test_messages_are_translated_whole() -> None:
     "message",
     [
         HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]),
-        FunctionMessage("x", name="f"),
+        FunctionMessage(content="x", name="f"),
     ],
     ids=["image", "function-message"],
 )

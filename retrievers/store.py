@@ -111,11 +111,12 @@ class Store:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")  # a committed document survives a power cut
                 migrate(connection)
-                # Two processes may create one store: whoever comes first names it.
-                connection.executemany(
-                    "INSERT OR IGNORE INTO meta VALUES (?, ?)",
-                    [("id", secrets.token_hex(16)), ("secret", secrets.token_hex(32))],
-                )
+                if not connection.execute("SELECT 1 FROM meta WHERE name = 'secret'").fetchone():
+                    # Two processes may create one store: whoever comes first names it.
+                    connection.executemany(
+                        "INSERT OR IGNORE INTO meta VALUES (?, ?)",
+                        [("id", secrets.token_hex(16)), ("secret", secrets.token_hex(32))],
+                    )
             except BaseException:
                 connection.close()
                 raise

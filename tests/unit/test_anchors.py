@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazyrag import anchors
+from lazyrag.anchors import MIN_CHARS, AnchorIndex
+from lazyrag.errors import InputError, StoreError
+from lazyrag.types import ChunkId, chunk_id
+
+SECRET = b"tests"
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join("".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(count))
+
+
+def index_of(*texts: str) -> AnchorIndex:
+    index = AnchorIndex(secret=SECRET)
+    assert index.add([(chunk_id(text), text) for text in texts]) == []
+    return index
+
+
+def found(index: AnchorIndex, text: str, *, whole: bool = True) -> set[tuple[ChunkId, int]]:
+    rows = index.candidates(text)
+    return {
+        (id, int(start))
+        for id, start, is_whole in zip(rows.chunk_ids, rows.start, rows.whole, strict=True)
+        if is_whole == whole
+    }
+
+
+@given(
+    chunk=st.text(min_size=MIN_CHARS, max_size=300).filter(lambda text: len(text.strip()) >= MIN_CHARS),
+    before=st.text(max_size=100),
+    after=st.text(max_size=100),
+)
+def test_every_chunk_of_the_minimum_length_is_found_wherever_it_stands(chunk: str, before: str, after: str) -> None:
+    index = index_of(chunk)
+    assert (chunk_id(chunk), len(before)) in found(index, before + chunk.strip() + after)
+
+
+@pytest.mark.parametrize("text", ["-" * 60, "ab" * 40, "\ud800x" * 40, "é" * MIN_CHARS, "漢字かな" * 20])
+def test_texts_of_little_variety_are_found(text: str) -> None:
+    assert (chunk_id(text), 5) in found(index_of(text), "start" + text + "end")
+
+
+def test_a_long_run_of_one_character_takes_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "MAX_PROPOSALS", 1000)
+    index = index_of(*("-" * n for n in range(MIN_CHARS, MIN_CHARS + 100)))
+    assert len(index.candidates("-" * 20_000).chunk_ids) <= 1000
+
+
+def test_chunks_below_the_minimum_are_reported() -> None:
+    index = AnchorIndex()
+    short, long = "x" * (MIN_CHARS - 1), "y" * MIN_CHARS
+    assert index.add([("0" * 32, short + " \n"), ("1" * 32, long)]) == ["0" * 32]
+    assert len(index) == 1
+
+
+def test_outer_whitespace_is_no_part_of_a_chunk() -> None:
+    text = words(random.Random(0), 40)
+    assert found(index_of(f"\n  {text} \n"), f"x {text}") == {(chunk_id(text), 2)}
+
+
+def test_a_header_that_all_chunks_share_is_nobodys_anchor() -> None:
+    """First-come anchors made 20,000 chunks with one confidentiality notice propose 20,000 candidates for each."""
+    rng = random.Random(1)
+    header = "CONFIDENTIAL. This document is for the addressee only and may not be copied. " * 3
+    texts = [header + words(rng, 60) for _ in range(400)]
+    index = AnchorIndex(secret=SECRET)
+    for text in texts:  # one at a time, as documents come in
+        index.add([(chunk_id(text), text)])
+    prompt = "\n\n".join(texts[:20])
+    rows = index.candidates(prompt)
+    assert {id for id, is_whole in zip(rows.chunk_ids, rows.whole, strict=True) if is_whole} == {
+        chunk_id(text) for text in texts[:20]
+    }
+    assert len(rows.chunk_ids) <= 100
+
+
+def test_a_chunk_cut_at_its_end_is_proposed() -> None:
+    text = words(random.Random(2), 150)
+    index = index_of(text)
+    assert found(index, "see: " + text[:200], whole=False) == {(chunk_id(text), 5)}
+    assert found(index, "see: " + text[:200] + "... and then something else", whole=False) == {(chunk_id(text), 5)}
+
+
+def test_a_chunk_whose_beginning_is_missing_is_not_proposed() -> None:
+    text = words(random.Random(3), 150)
+    assert index_of(text).candidates(text[10:]).chunk_ids == []
+
+
+def test_removed_chunks_are_not_found_and_may_come_back() -> None:
+    rng = random.Random(4)
+    texts = [words(rng, 40) for _ in range(50)]
+    index = index_of(*texts)
+    prompt = " | ".join(texts)
+    index.remove({chunk_id(text) for text in texts[::2]} | {"f" * 32})
+    assert len(index) == 25
+    assert {id for id, _ in found(index, prompt)} == {chunk_id(text) for text in texts[1::2]}
+    index.add([(chunk_id(text), text) for text in texts])
+    assert len(index) == 50
+    assert {id for id, _ in found(index, prompt)} == {chunk_id(text) for text in texts}
+
+
+def test_adding_twice_changes_nothing() -> None:
+    text = words(random.Random(5), 40)
+    index = index_of(text, text)
+    index.add([(chunk_id(text), text)])
+    assert len(index) == 1
+    assert len(index.candidates(text).chunk_ids) == 1
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_many_small_additions_find_the_same_as_one_large(sizes: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [[words(rng, 20) for _ in range(size)] for size in sizes]
+    texts = [text for group in groups for text in group]
+    index = AnchorIndex(secret=SECRET)
+    for group in groups:
+        index.add([(chunk_id(text), text) for text in group])
+    assert len(index) == len(texts)
+    prompt = "\n".join(texts)
+    assert found(index, prompt) == found(index_of(*texts), prompt)
+    assert {id for id, _ in found(index, prompt)} == {chunk_id(text) for text in texts}
+
+
+def test_batches_of_the_build_do_not_mix_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "BATCH_CHARS", 500)
+    rng = random.Random(6)
+    texts = [words(rng, 15) for _ in range(40)]
+    index = index_of(*texts)
+    assert {id for id, _ in found(index, "".join(texts))} == {chunk_id(text) for text in texts}
+
+
+def test_ids_that_are_no_ids_are_refused() -> None:
+    with pytest.raises(InputError, match="32 hexadecimal"):
+        AnchorIndex().add([("nonsense", "x" * 100)])
+
+
+def test_reading_while_writing_finds_what_was_there_before() -> None:
+    rng = random.Random(7)
+    texts = [words(rng, 30) for _ in range(300)]
+    index = index_of(*texts[:100])
+    prompt = "\n".join(texts[:100])
+    expected = {chunk_id(text) for text in texts[:100]}
+    results: list[bool] = []
+
+    def read() -> None:
+        results.extend(expected == {id for id, _ in found(index, prompt)} for _ in range(20))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for text in texts[100:]:
+        index.add([(chunk_id(text), text)])
+    for reader in readers:
+        reader.join()
+    assert results == [True] * 40
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_saved_index_finds_the_same(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    texts = [words(rng, 30) for _ in range(100)]
+    index = index_of(*texts)
+    index.remove([chunk_id(texts[0])])
+    index.save(tmp_path / "index")
+    loaded = AnchorIndex.load(tmp_path / "index", secret=SECRET)
+    prompt = "\n".join(texts)
+    assert len(loaded) == 99
+    assert found(loaded, prompt) == found(index, prompt)
+    loaded.add([(chunk_id(texts[0]), texts[0])])
+    assert {id for id, _ in found(loaded, prompt)} == {chunk_id(text) for text in texts}
+
+
+def test_an_empty_index_is_saved_and_loaded(tmp_path: Path) -> None:
+    AnchorIndex(secret=SECRET).save(tmp_path)
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 0
+
+
+def test_saving_again_replaces_the_files(tmp_path: Path) -> None:
+    rng = random.Random(9)
+    index = index_of(words(rng, 30))
+    index.save(tmp_path)
+    index.add([(chunk_id(text), text) for text in (words(rng, 30),)])
+    index.save(tmp_path)
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_save_that_dies_half_way_leaves_the_old_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(10)
+    index = index_of(words(rng, 30))
+    index.save(tmp_path)
+    index.add([(chunk_id(text), text) for text in (words(rng, 30),)])
+    write = anchors._write
+    for num_written in (0, 1, 2):
+        left = iter(range(num_written))
+
+        def die(path: Path, content: bytes, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            write(path, content)
+
+        monkeypatch.setattr(anchors, "_write", die)
+        with pytest.raises(KeyboardInterrupt):
+            index.save(tmp_path)
+        assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest", "not json", "version", "dtype"])
+def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
+    index_of(words(random.Random(11), 30)).save(tmp_path)
+    (entries,) = tmp_path.glob("entries-*.npy")
+    manifest = tmp_path / "manifest.json"
+    if damage == "truncated":
+        entries.write_bytes(entries.read_bytes()[:-1])
+    elif damage == "flipped":
+        content = bytearray(entries.read_bytes())
+        content[-1] ^= 1
+        entries.write_bytes(content)
+    elif damage == "missing":
+        entries.unlink()
+    elif damage == "manifest":
+        manifest.unlink()
+    elif damage == "not json":
+        manifest.write_text("[1", encoding="utf-8")
+    elif damage == "version":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}), encoding="utf-8")
+    else:
+        counts = next(tmp_path.glob("counts-*.npy"))
+        files = {"entries": counts.name, "counts": counts.name}
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": files}), encoding="utf-8")
+    with pytest.raises(StoreError, match="cannot be used"):
+        AnchorIndex.load(tmp_path, secret=SECRET)
+
+
+def test_another_secret_is_noticed(tmp_path: Path) -> None:
+    index_of(words(random.Random(12), 30)).save(tmp_path)
+    with pytest.raises(StoreError, match="secret"):
+        AnchorIndex.load(tmp_path, secret=b"another")
+
+
+def test_secrets_give_other_hashes() -> None:
+    text = words(random.Random(13), 30)
+    one, other = AnchorIndex(secret=b"one"), AnchorIndex(secret=b"other")
+    sums = one._hashes.prefix_sums(text), other._hashes.prefix_sums(text)
+    assert not np.intersect1d(one._hashes.windows(sums[0]), other._hashes.windows(sums[1])).size

@@ -13,8 +13,8 @@ import tokenizers
 
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.client import LazyRAG
-from lazyrag.retrievers.embed import load_embedder
-from lazyrag.types import Chunk, Document, EncodedChunk, chunk_id
+from lazyrag.ingest import Summary
+from lazyrag.types import Document
 
 CHATML = """\
 {% if tools %}<|im_start|>system
@@ -110,32 +110,20 @@ def connect(model_folder: Path) -> Iterator[Connect]:
 
 @pytest.fixture
 def shelved(connect: Connect, tmp_path: Path, passages: list[str]) -> LazyRAG:
-    """A client whose store holds the passages, two to a document."""
-    client, _ = connect(config={"store": tmp_path / "store", "embedder": "hash"})
-    store, embedder = client.store, load_embedder("hash")
-    assert store is not None
-    store.remember(embedder=embedder.name)
-    for n, pair in enumerate(zip(passages[::2], passages[1::2], strict=True)):
-        document = Document(
-            f"doc{n}", "\n\n".join(pair), f"doc{n}.txt", title=f"Document {n}", metadata={"year": 1900 + n}
+    """A client whose store holds the passages, two to a document, on a page each."""
+    client, _ = connect(config={"store": tmp_path / "store", "embedder": "hash", "chunk_size": 150})
+    documents = [
+        Document(
+            f"doc{n}",
+            "\n\n".join(pair),
+            f"doc{n}.txt",
+            title=f"Document {n}",
+            metadata={"year": 1900 + n},
+            pages=(0, len(pair[0]) + 1),
         )
-        chunks = []
-        for text in pair:
-            tokens = tuple(client.tokenizer.encode_plain(text))
-            start = document.text.index(text)
-            chunk = Chunk(
-                chunk_id(text),
-                text,
-                len(tokens),
-                document.id,
-                document.source,
-                start,
-                start + len(text),
-                page=n + 1,
-                title=document.title,
-                metadata=document.metadata,
-            )
-            chunks.append(EncodedChunk(chunk, tokens))
-        vectors = dict(zip([chunk_id(text) for text in pair], embedder.embed_documents(pair), strict=True))
-        store.put_document(document, chunks, vectors=vectors)
+        for n, pair in enumerate(zip(passages[::2], passages[1::2], strict=True))
+    ]
+    *_, summary = client.ingest(documents=documents, warm=False)
+    assert isinstance(summary, Summary)
+    assert summary.exit_code == 0
     return client

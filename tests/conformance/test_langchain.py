@@ -338,6 +338,18 @@ def test_chunks_are_found_inside_a_document_prompt_and_in_earlier_tool_messages(
     assert [segment.chunk_id for segment in engine.requests[0].segments] == [ids[7], ids[0], ids[1]]
 
 
+def test_chunks_stand_behind_a_preamble_that_is_the_system_message(connect: Connect, passages: list[str]) -> None:
+    preamble = "Answer from the sources, in one sentence, and say which one it was."
+    client, engine = connect(mode="lazy-prefix", config={"mode": "lazy-prefix", "preamble": preamble})
+    ids = client.register(passages)
+    chat = ChatLazyRAG(lazyrag=client)
+    for texts in (passages[:2], passages[1::-1]):
+        answer = chat.invoke([SystemMessage(preamble), HumanMessage(prompt_with(texts))])
+    assert answer.response_metadata["lazyrag"]["sources"] == ["hbm", "hbm"]
+    assert engine.requests[-1].prefix_len >= len(client.tokenizer.encode_plain(preamble))
+    assert [segment.chunk_id for segment in engine.requests[-1].segments] == ids[1::-1]
+
+
 # ---------------------------------------------------------------- callbacks, cache, counting
 
 
@@ -637,6 +649,8 @@ def test_a_retrieved_documents_text_is_the_chunk_and_its_metadata_cites_it(shelv
     hits = shelved.search("river bridge keeper", 3)
     assert [doc.page_content for doc in docs] == [hit.chunk.text for hit in hits]
     for doc, hit in zip(docs, hits, strict=True):
+        assert doc.metadata["title"].startswith("Document ")
+        assert doc.metadata["year"] >= 1900
         assert doc.id == doc.metadata["lazyrag_chunk_id"] == hit.chunk.id
         assert doc.metadata["source"] == hit.chunk.source
         assert (doc.metadata["start"], doc.metadata["end"]) == (hit.chunk.start, hit.chunk.end)

@@ -47,3 +47,45 @@ def check_attention(query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
             raise ValueError(f"{name} is {x.dtype}, query is {query.dtype}")
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"query must be float32, bfloat16 or float16, is {query.dtype}")
+
+
+def check_paged_attention(
+    query: Tensor, kv_cache: Tensor, output: Tensor, *, page: int, group: int, turns: Tensor | None
+) -> None:
+    """The tensors of a GPU kernel fit together and fit the plan.
+
+    Args:
+        query: [Q, Hq, D], heads contiguous.
+        kv_cache: [num_blocks, H, page, 2 * D], in the dtype of `query` or in float8_e4m3fn.
+        output: as `query`.
+        page: tokens of a page in the plan.
+        group: query heads that share a key head in the plan.
+        turns: float32 [lines, R], R even and at most D.
+
+    Raises:
+        ValueError: they do not.
+    """
+    check_shape("query", query, (None, None, None))
+    num_tokens, num_heads, head_size = query.shape
+    check_shape("output", output, (num_tokens, num_heads, head_size))
+    if num_heads % group:
+        raise ValueError(f"{num_heads} query heads are no whole number of groups of {group}")
+    check_shape("kv_cache", kv_cache, (None, num_heads // group, page, 2 * head_size))
+    if kv_cache.stride(3) != 1:
+        raise ValueError(f"a token's key must be contiguous in kv_cache, has strides {kv_cache.stride()}")
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"query must be float32, bfloat16 or float16, is {query.dtype}")
+    if kv_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"kv_cache must be {query.dtype} as query or float8_e4m3fn, is {kv_cache.dtype}")
+    for name, x in (("query", query), ("output", output)):
+        if x.stride()[1:] != (head_size, 1):
+            raise ValueError(f"the heads of a token must be contiguous in {name}, has strides {x.stride()}")
+    for name, x in (("kv_cache", kv_cache), ("output", output), ("turns", turns)):
+        if x is not None and x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query on {query.device}")
+    if turns is not None:
+        check_shape("turns", turns, (None, None))
+        if turns.dtype != torch.float32 or not turns.is_contiguous():
+            raise ValueError(f"turns must be contiguous float32, is {turns.dtype} with strides {turns.stride()}")
+        if turns.shape[1] % 2 or turns.shape[1] > head_size:
+            raise ValueError(f"turns has lines of {turns.shape[1]}, must be even and at most {head_size}")

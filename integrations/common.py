@@ -161,21 +161,29 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
 
-def check_tools(client: LazyRAG, tools: Sequence[Tool]) -> None:
-    """Refuse tools where the model would never see them.
+def take_tools(client: LazyRAG, call: dict[str, Any]) -> list[Tool] | None:
+    """Take `tools` and `tool_choice` out of a request's settings; a call that the model must make is its `json_schema`.
+
+    Returns:
+        the tools to show to the model; None if there are none.
 
     Raises:
-        InputError: the chat template does not mention tools.
+        InputError: the model's chat template has no place for tools, or `tool_choice` names none of them.
     """
-    if tools and not takes_tools(client):
+    tools: list[Tool] = list(call.pop("tools", None) or ())
+    choice = choice_of(call.pop("tool_choice", None))
+    if tools and not supports_tools(client):
         raise InputError(
-            f"The chat template of {client.config.model or 'this model'} has no place for tools.",
+            f"The chat template of {client.config.model} has no place for tools.",
             why="the model was not trained to call any.",
             fix="Use a model with tool support, or leave the tools out.",
         )
+    if schema := call_schema(tools, choice):
+        call["json_schema"] = schema
+    return tools if tools and choice != "none" else None
 
 
-def takes_tools(client: LazyRAG) -> bool:
+def supports_tools(client: LazyRAG) -> bool:
     """Whether the model's chat template has a place for tools."""
     return "tools" in (client.tokenizer.chat_template or "")
 

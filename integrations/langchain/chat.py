@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.chat import Message
-from lazyrag.integrations.common import Heard, Tool, call_schema, check_tools, choice_of
+from lazyrag.integrations.common import Heard, Tool, take_tools
 from lazyrag.integrations.langchain.convert import (
     langchain_errors,
     to_chunk,
@@ -99,13 +99,8 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
 
     def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
-        tools: list[Tool] = list(kwargs.pop("tools", None) or ())
-        choice = choice_of(kwargs.pop("tool_choice", None))
-        check_tools(self.client, tools)
-        if schema := call_schema(tools, choice):
-            kwargs["json_schema"] = schema
-        offered = tools if choice != "none" else []
-        return _Call(to_messages(messages), self._sampling(stop, kwargs), offered or None, model=self.model_name)
+        tools = take_tools(self.client, kwargs)
+        return _Call(to_messages(messages), self._sampling(stop, kwargs), tools, model=self.model_name)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[AnyTool] | None = None) -> int:
         """Tokens of the messages as the model sees them, chat template included."""

@@ -33,10 +33,8 @@ from lazyrag.integrations.common import (
     Generation,
     Heard,
     Tool,
-    call_schema,
-    check_tools,
-    choice_of,
-    takes_tools,
+    supports_tools,
+    take_tools,
 )
 from lazyrag.integrations.llama_index.convert import to_chat_delta, to_chat_response, to_completion, to_messages
 from lazyrag.types import Answer
@@ -68,7 +66,7 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
             context_window=self.client.max_model_len,
             num_output=self.max_tokens or config.max_tokens,
             is_chat_model=self._has_template,
-            is_function_calling_model=takes_tools(self.client),
+            is_function_calling_model=supports_tools(self.client),
             model_name=self.model_name,
         )
 
@@ -213,13 +211,8 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
 
     def _chat_call(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
-        tools: list[Tool] = list(kwargs.pop("tools", None) or ())
-        choice = choice_of(kwargs.pop("tool_choice", None))
-        check_tools(self.client, tools)
-        if schema := call_schema(tools, choice):
-            kwargs["json_schema"] = schema
-        offered = tools if choice != "none" else []
-        return self._call(to_messages(messages), kwargs, offered or None)
+        tools = take_tools(self.client, kwargs)
+        return self._call(to_messages(messages), kwargs, tools)
 
     def _completion_call(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> _Call:
         return self._call(prompt if formatted or not self._has_template else [Message("user", prompt)], kwargs)

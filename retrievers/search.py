@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lazyrag.errors import ConfigError
 from lazyrag.retrievers.embed import Embedder
@@ -74,13 +73,16 @@ class Searcher:
     ) -> list[tuple[ChunkId, float]]:
         """Choose k of the found chunks, one by one: near to the query, far from those chosen before."""
         vectors = self._store.vectors_of([id for id, _ in found], namespace)
-        left = [(id, score) for id, score in found if id in vectors]
-        nearest = np.zeros(len(left), dtype=np.float32)  # to the chosen ones
-        chosen: list[tuple[ChunkId, float]] = []
-        while left and len(chosen) < k:
-            scores: NDArray[np.float32] = np.array([score for _, score in left], dtype=np.float32)
-            best = int(np.argmax((1 - diversity) * scores - diversity * nearest)) if chosen else int(np.argmax(scores))
-            chosen.append(left.pop(best))
-            rest = np.array([vectors[id] for id, _ in left], dtype=np.float32).reshape(len(left), -1)
-            nearest = np.maximum(np.delete(nearest, best), rest @ vectors[chosen[-1][0]] if left else 0)
-        return chosen
+        found = [(id, score) for id, score in found if id in vectors]
+        if not found:
+            return []
+        matrix = np.stack([vectors[id] for id, _ in found])  # [n, dim]
+        scores = np.array([score for _, score in found], dtype=np.float32)
+        nearest = np.zeros_like(scores)  # to any of the chosen ones
+        chosen: list[int] = []
+        while len(chosen) < min(k, len(found)):
+            gain = (1 - diversity) * scores - diversity * nearest
+            gain[chosen] = -np.inf
+            chosen.append(int(np.argmax(gain)))
+            nearest = np.maximum(nearest, matrix @ matrix[chosen[-1]])
+        return [found[i] for i in chosen]

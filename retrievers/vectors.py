@@ -83,10 +83,11 @@ class VectorIndex:
             StoreError: the vector has another length than the stored ones.
         """
         with self._lock:
-            if self._index is None or k <= 0:
+            k = min(k, len(self))
+            if k <= 0:
                 return []
             self._check(len(vector))
-            scores, keys = self._index.search(np.ascontiguousarray(vector, np.float32)[None], min(k, len(self)))
+            scores, keys = self._index.search(np.ascontiguousarray(vector, np.float32)[None], k)
         ids = self._store.ids_of(keys[0], self._namespace)
         # A chunk that another process has deleted since then has no id any more.
         return [(ids[key], float(score)) for key, score in zip(keys[0].tolist(), scores[0], strict=True) if key in ids]

@@ -164,6 +164,13 @@ class Engine:
         self, *chunks: list[int], name: str = "r", preamble: Sequence[int] = (), salt: str | None = None, **args: Any
     ) -> None:
         """Add a request: the preamble, the chunks with a literal between them, the question."""
+        self.asked.append(name)
+        self.scheduler.add_request(self.request(*chunks, name=name, preamble=preamble, salt=salt, **args))
+
+    def request(
+        self, *chunks: list[int], name: str = "r", preamble: Sequence[int] = (), salt: str | None = None, **args: Any
+    ) -> Request:
+        """As `ask`, without adding it."""
         prompt, spans = list(preamble), []
         for chunk in chunks:
             prompt += [300] * bool(spans)
@@ -173,7 +180,7 @@ class Engine:
         if preamble:
             self.known.append((list(preamble), []))
         extra = {**wire.spans_to_args(spans, len(preamble)), **args}
-        request = Request(
+        return Request(
             request_id=name,
             prompt_token_ids=prompt + QUESTION,
             sampling_params=SamplingParams(max_tokens=2, temperature=0, extra_args=extra or None),
@@ -181,8 +188,6 @@ class Engine:
             cache_salt=salt,
             block_hasher=self.hasher,
         )
-        self.asked.append(name)
-        self.scheduler.add_request(request)
 
     def step(self) -> Any:
         """One step; returns the scheduler's output."""
@@ -442,6 +447,27 @@ def test_requests_of_clients_never_reach_the_disk(folder: Path) -> None:
     assert len(files(folder)) == 1
     assert "ab" * 16 not in {file.stem for file in files(folder)}
     assert list(engine.errors) == [f"{wire.CHILD_PREFIX}forged"]
+
+
+def test_the_connector_itself_answers_children_only(folder: Path) -> None:
+    """Behind the scheduler, which lets no client's claim through: a second lock on the same door."""
+    engine = warmed(folder, A)
+    (file,) = files(folder)
+    claim = wire.WireChild(key=file.stem, first_token=0, num_tokens=len(A))
+    look_up = engine.scheduler.connector.get_num_new_matched_tokens
+    assert look_up(engine.request(name=f"{wire.CHILD_PREFIX}0", **{wire.CHILD: claim}), 0) == (48, True)
+    assert look_up(engine.request(name="client", **{wire.CHILD: claim}), 0) == (0, False)
+    assert look_up(engine.request(name=f"{wire.CHILD_PREFIX}0"), 0) == (0, False)
+
+
+@pytest.mark.parametrize(("resident", "loadable"), [(0, 0), (16, 0), (32, 48), (64, 16), (80, 0), (96, 0)])
+def test_a_load_begins_where_the_resident_blocks_end(folder: Path, resident: int, loadable: int) -> None:
+    """A chunk at [32, 80) of its child's prompt, behind a preamble that must be resident."""
+    engine = warmed(folder, A)
+    (file,) = files(folder)
+    claim = wire.WireChild(key=file.stem, first_token=32, num_tokens=len(A))
+    child = engine.request(name=f"{wire.CHILD_PREFIX}0", **{wire.CHILD: claim})
+    assert engine.scheduler.connector.get_num_new_matched_tokens(child, resident) == (loadable, loadable > 0)
 
 
 # ---------------------------------------------------------------- failures

@@ -1,0 +1,551 @@
+"""The command line: read arguments, call the client, print. Exit codes: 0 all well, 1 something failed, 2 wrong usage.
+
+What a command answers goes to stdout (with `--json` as one document), everything else to stderr. Whatever is heavy is
+imported by the command that needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from enum import Enum
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeAlias
+
+import typer
+
+from lazyrag._version import __version__
+from lazyrag.errors import ConfigError, InputError, LazyRAGError, MissingExtraError
+
+if TYPE_CHECKING:
+    from lazyrag.backend.engine import Delta
+    from lazyrag.config import Config
+    from lazyrag.explain import Row
+    from lazyrag.ingest import IngestPlan, Summary
+    from lazyrag.ingest import Progress as Step
+    from lazyrag.loaders import Failure
+    from lazyrag.types import Chunk, Hit, PromptPlan
+
+P = ParamSpec("P")
+Show: TypeAlias = "Callable[[Step], None]"
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+PLAIN_EVERY_S = 10
+EXCERPT = 48  # characters of a piece that `explain` shows
+
+logger = logging.getLogger("lazyrag")
+
+
+class KV(str, Enum):
+    """When the KV of chunks is computed."""
+
+    now = "now"
+    none = "none"
+
+
+app = typer.Typer(
+    help="RAG without the waiting: documents in, answers out, every chunk's KV computed once and reused.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="The settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the store.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model folder or name. [the store's]")]
+ModeOption = Annotated[str | None, typer.Option("--mode", help="exact, lazy or lazy-prefix. [lazy]")]
+PreambleOption = Annotated[
+    str | None, typer.Option("--preamble", help="Fixed beginning of every prompt, for mode lazy-prefix.")
+]
+EmbedderOption = Annotated[str | None, typer.Option("--embedder", help="Embedding model. [minilm]")]
+NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Whose documents.")]
+FileOption = Annotated[Path | None, typer.Option("--config", help="Settings file. [lazyrag.toml here or in the store]")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Answer with one JSON document.")]
+
+
+def main() -> None:
+    """The entry point of the command `lazyrag`."""
+    app(prog_name="lazyrag")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lazyrag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
+) -> None:
+    if debug:
+        log_to_stderr(logging.DEBUG)
+    # vLLM logs to stdout unless it is told otherwise, and stdout is for answers.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Let a command end in one clear block on stderr instead of a traceback."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except LazyRAGError as error:
+            logger.debug("The error came from:", exc_info=True)
+            say("\n  ".join(part for part in (f"error: {error.what}", error.why, error.fix) if part))
+            usage = isinstance(error, (ConfigError, InputError, MissingExtraError))
+            raise typer.Exit(USAGE if usage else FAILED) from None
+        except KeyboardInterrupt:
+            say("Interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
+
+
+# ---------------------------------------------------------------- documents in
+
+
+@app.command()
+@guarded
+def ingest(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders, patterns, or - for standard input.")],
+    store: StoreOption = None,
+    model: ModelOption = None,
+    mode: ModeOption = None,
+    preamble: PreambleOption = None,
+    embedder: EmbedderOption = None,
+    chunk_size: Annotated[int | None, typer.Option("--chunk-size", help="Tokens in a chunk, at most. [256]")] = None,
+    chunk_overlap: Annotated[
+        int | None, typer.Option("--chunk-overlap", help="Tokens that neighbours share. [0]")
+    ] = None,
+    namespace: NamespaceOption = None,
+    kv: Annotated[KV, typer.Option("--kv", help="Compute the chunks' KV now, or when they are first used.")] = KV.now,
+    sync: Annotated[bool, typer.Option("--sync", help="Delete documents whose files under PATHS are gone.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first document that fails.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no plan and no progress.")] = False,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take documents in: split and embed them, and compute their chunks' KV.
+
+    Run again, it takes up what is new or changed, and what failed or was interrupted before.
+    """
+    from lazyrag.client import LazyRAG
+    from lazyrag.ingest import Summary
+
+    config = load(
+        file,
+        store=store,
+        model=model,
+        mode=mode,
+        preamble=preamble,
+        embedder=embedder,
+        chunk_size=chunk_size,
+        chunk_overlap=chunk_overlap,
+        namespace=namespace,
+    )
+    rag = LazyRAG(config)
+    plan = rag.plan_ingest(paths)
+    if dry_run:
+        reply(plan_values(plan), as_json, lambda: plan_lines(plan, sync))
+        list_failures(plan.failed)
+        raise typer.Exit(FAILED if plan.failed else 0)
+    if not quiet:
+        say(*plan_lines(plan, sync))
+    failed, stored, summary = list(plan.failed), 0, None
+    try:
+        with progress(quiet) as show:
+            for event in rag.ingest(plan=plan, sync=sync, warm=kv is KV.now) if not (fail_fast and failed) else ():
+                if isinstance(event, Summary):
+                    summary = event
+                    continue
+                show(event)
+                failed += event.failures
+                stored = event.done if event.stage == "store" else stored
+                if fail_fast and failed:
+                    break
+    except KeyboardInterrupt:
+        list_failures(failed)
+        say(f"Interrupted: {stored} documents were stored. The same command goes on from here.")
+        raise typer.Exit(INTERRUPTED) from None
+    list_failures(failed)
+    if summary is None:
+        say(f"Stopped at a failure: {stored} documents were stored. The same command goes on from here.")
+        raise typer.Exit(FAILED)
+    reply(summary_values(summary), as_json, lambda: [summary_line(summary)])
+    raise typer.Exit(summary.exit_code)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Show]:
+    """Something to show the steps of an ingest with: bars on a terminal, elsewhere a line now and then."""
+    if quiet:
+        yield lambda step: None
+    elif sys.stderr.isatty():
+        with _bars() as show:
+            yield show
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bars() -> Iterator[Show]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        def show(step: Step) -> None:
+            if step.stage not in tasks:
+                tasks[step.stage] = bars.add_task(step.stage)
+            bars.update(tasks[step.stage], completed=step.done, total=step.total)
+
+        yield show
+
+
+def _lines() -> Show:
+    last = time.monotonic()
+
+    def show(step: Step) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_EVERY_S:
+            last = time.monotonic()
+            say(f"{step.stage} {step.done}/{step.total}")
+
+    return show
+
+
+def plan_lines(plan: IngestPlan, sync: bool) -> list[str]:
+    missing = f"missing {len(plan.missing)}"
+    if plan.missing:
+        missing += " (to be deleted)" if sync else " (kept; --sync deletes them)"
+    counts = f"added {len(plan.added)}, changed {len(plan.changed)}, unchanged {len(plan.unchanged)}, {missing}"
+    lines = [f"plan: {counts}, failed {len(plan.failed)}; {size(plan.num_bytes)} to read"]
+    if plan.skipped:
+        lines.append(f"passed over {len(plan.skipped)} hidden files and files of unknown type")
+    if plan.interrupted:
+        lines.append("the run before this one did not come to its end; this one goes on from there")
+    return lines
+
+
+def plan_values(plan: IngestPlan) -> dict[str, Any]:
+    return {
+        "added": [source.id for source in plan.added],
+        "changed": [source.id for source in plan.changed],
+        "unchanged": len(plan.unchanged),
+        "missing": list(plan.missing),
+        "failed": failure_values(plan.failed),
+        "skipped": list(plan.skipped),
+        "bytes": plan.num_bytes,
+    }
+
+
+def summary_line(summary: Summary) -> str:
+    s = summary
+    documents = f"documents: added {s.added}, changed {s.changed}, unchanged {s.unchanged}, deleted {s.deleted}"
+    chunks = f"chunks: added {s.chunks_added}, removed {s.chunks_removed}, embedded {s.embedded}, KV {s.warmed}"
+    return f"{documents}, failed {len(s.failed)}; {chunks}"
+
+
+def summary_values(summary: Summary) -> dict[str, Any]:
+    return {**asdict(replace(summary, failed=())), "failed": failure_values(summary.failed)}
+
+
+def failure_values(failures: Iterable[Failure]) -> list[dict[str, str]]:
+    return [{"source": failure.source, "error": str(failure.error)} for failure in failures]
+
+
+def list_failures(failures: Iterable[Failure]) -> None:
+    say(*(f"failed: {failure.source}: {failure.error.why or failure.error.what}" for failure in failures))
+
+
+# ---------------------------------------------------------------- answers out
+
+
+@app.command()
+@guarded
+def query(
+    question: Annotated[str, typer.Argument(help="What is to be answered from the documents.")],
+    store: StoreOption = None,
+    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Passages to retrieve.")] = 4,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Length of the answer, at most. [256]")] = None,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer while it is written.")] = True,
+    show_prompt: Annotated[bool, typer.Option("--show-prompt", help="Print the prompt first.")] = False,
+    model: ModelOption = None,
+    mode: ModeOption = None,
+    preamble: PreambleOption = None,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a question from the store, with sources and with what was reused."""
+    from lazyrag.backend.engine import joined
+    from lazyrag.client import LazyRAG
+
+    config = load(
+        file, store=store, max_tokens=max_tokens, model=model, mode=mode, preamble=preamble, namespace=namespace
+    )
+    rag = LazyRAG(config)
+    prompt, hits = rag.question(question, k)
+    if show_prompt and not as_json:
+        typer.echo(rag.plan(prompt).text + "\n")
+    say("Starting the engine ...")
+    deltas = []
+    for delta in rag.stream(prompt):
+        deltas.append(delta)
+        if stream and not as_json:
+            typer.echo(delta.text, nl=False)
+    whole, plan = joined(deltas), rag.plan(prompt)
+    values = answer_values(whole, plan, hits)
+    if show_prompt:
+        values["prompt"] = plan.text
+    reply(values, as_json, lambda: ["" if stream else whole.text, "", *source_lines(hits), reuse_line(whole)])
+
+
+def answer_values(whole: Delta, plan: PromptPlan, hits: Iterable[Hit]) -> dict[str, Any]:
+    reuse = whole.reuse
+    tiers = dict(zip((segment.chunk_id for segment in plan.segments), reuse.sources if reuse else (), strict=False))
+    return {
+        "answer": whole.text,
+        "finish_reason": whole.finish_reason,
+        "sources": [
+            {**place_values(hit.chunk), "score": hit.score, "kv": tiers.get(hit.chunk.id)}
+            | ({"also": [place_values(chunk) for chunk in hit.also]} if hit.also else {})
+            for hit in hits
+        ],
+        "prompt_tokens": reuse and reuse.prompt_tokens,
+        "reused_tokens": reuse and reuse.reused_tokens,
+        "computed_tokens": reuse and reuse.computed_tokens,
+        "generated_tokens": len(whole.token_ids),
+        "ttft_s": whole.ttft_s,
+    }
+
+
+def place_values(chunk: Chunk) -> dict[str, Any]:
+    names = ("id", "document_id", "source", "title", "page", "start", "end", "num_tokens")
+    return {name: getattr(chunk, name) for name in names}
+
+
+def source_lines(hits: Iterable[Hit]) -> list[str]:
+    lines = []
+    for number, hit in enumerate(hits, 1):
+        chunk = hit.chunk
+        page = f", page {chunk.page}" if chunk.page is not None else ""
+        also = f", and {len(hit.also)} more" if hit.also else ""
+        lines.append(f"[{number}] {chunk.source}{page}, characters {chunk.start}-{chunk.end}{also} ({hit.score:.2f})")
+    return lines
+
+
+def reuse_line(whole: Delta) -> str:
+    reuse = whole.reuse
+    if reuse is None:
+        return "The engine did not say what it reused."
+    tiers = ", ".join(f"{count} {tier}" for tier, count in sorted(Counter(reuse.sources).items()))
+    first = f"; first token after {whole.ttft_s:.2f} s" if whole.ttft_s is not None else ""
+    return f"reused {reuse.reused_tokens} of {reuse.prompt_tokens} prompt tokens (chunks: {tiers or 'none'}){first}"
+
+
+@app.command()
+@guarded
+def explain(
+    prompt: Annotated[
+        typer.FileBinaryRead, typer.Argument(metavar="PROMPT_FILE", help="The prompt as UTF-8 text; - reads stdin.")
+    ],
+    store: StoreOption = None,
+    run: Annotated[bool, typer.Option("--run", help="Run it, to see where each chunk's KV comes from.")] = False,
+    model: ModelOption = None,
+    mode: ModeOption = None,
+    preamble: PreambleOption = None,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which parts of a prompt are known chunks, and why the others are not."""
+    from lazyrag.client import LazyRAG
+
+    config = load(file, store=store, model=model, mode=mode, preamble=preamble, namespace=namespace)
+    try:
+        text = prompt.read().decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{prompt.name} cannot be read:", why="it is not UTF-8 text.") from None
+    rows = LazyRAG(config).explain(text, run=run)
+    reply(row_values(rows), as_json, lambda: row_lines(rows))
+
+
+def row_values(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    values, start = [], 0
+    for row in rows:
+        end = start + len(row.piece.text)
+        values.append(
+            {
+                "kind": row.kind,
+                "start": start,
+                "end": end,
+                "num_tokens": row.num_tokens,
+                "chunk_id": row.piece.chunk_id,
+                "reusable": row.piece.reuse,
+                "reused": row.reused,
+                "kv": row.source or None,
+                "reason": row.reason or None,
+            }
+        )
+        start = end
+    return values
+
+
+def row_lines(rows: list[Row]) -> list[str]:
+    table = [("part", "tokens", "reuse", "text", "why not")]
+    for row in rows:
+        state = row.source or ("yes" if row.piece.reuse else "-")
+        text = " ".join(row.piece.text.split())
+        excerpt = text if len(text) <= EXCERPT else f"{text[: EXCERPT - 3]}..."
+        table.append((row.kind, str(row.num_tokens), state, excerpt, row.reason))
+    total, reusable = sum(row.num_tokens for row in rows), sum(row.num_tokens for row in rows if row.piece.reuse)
+    return [*columns(table), f"{reusable} of {total} tokens are in chunks that can be reused"]
+
+
+# ---------------------------------------------------------------- what there is
+
+
+@app.command()
+@guarded
+def stats(
+    store: StoreOption = None, namespace: NamespaceOption = None, file: FileOption = None, as_json: JsonOption = False
+) -> None:
+    """Count what a store holds: documents, chunks, KV on disk."""
+    from lazyrag.client import LazyRAG
+
+    values = LazyRAG(load(file, store=store, namespace=namespace, of_store=True)).stats()
+    table = [
+        (part, name, size(count) if name == "bytes" else str(count))
+        for part, counts in values.items()
+        for name, count in counts.items()
+    ]
+    reply(values, as_json, lambda: columns(table))
+
+
+@app.command("ls")
+@guarded
+def list_documents(
+    store: StoreOption = None, namespace: NamespaceOption = None, file: FileOption = None, as_json: JsonOption = False
+) -> None:
+    """List the documents of a store."""
+    from lazyrag.retrievers.store import Store
+
+    config = load(file, store=store, namespace=namespace, of_store=True)
+    assert config.store is not None
+    with Store.open(config.store) as opened:
+        documents = list(opened.documents(config.namespace))
+    values = [
+        {"id": d.id, "source": d.source, "title": d.title, "metadata": dict(d.metadata), "mtime": d.mtime}
+        for d in documents
+    ]
+    reply(values, as_json, lambda: columns([(d.source, d.title or "") for d in documents]))
+
+
+@app.command()
+@guarded
+def doctor(
+    model: ModelOption = None,
+    store: StoreOption = None,
+    full: Annotated[bool, typer.Option("--full", help="Import vLLM and the plugin, too (about 20 s).")] = False,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that this machine, the model and the store are fit."""
+    from lazyrag.doctor import examine
+
+    rows = []
+    for row in examine(load(file, model=model, store=store), full=full):
+        rows.append(row)
+        if not as_json:
+            fix = f"\n{'':18}-> {row.fix}" if row.status != "ok" and row.fix else ""
+            typer.echo(f"{row.status:5} {row.name:11} {row.found}{fix}")
+    if as_json:
+        reply([asdict(row) for row in rows], True, list)
+    if any(row.status == "fail" for row in rows):
+        raise typer.Exit(FAILED)
+
+
+@config_app.command("show")
+@guarded
+def config_show(store: StoreOption = None, file: FileOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting, its value and where it came from."""
+    from lazyrag.client import LazyRAG
+
+    rows = LazyRAG(load(file, store=store)).config.rows()
+    values = [{**asdict(row), "value": str(row.value) if isinstance(row.value, Path) else row.value} for row in rows]
+    table = [(row.name, "-" if row.value is None else repr(row.value), row.origin, row.help) for row in rows]
+    reply(values, as_json, lambda: columns([("setting", "value", "from", "meaning"), *table]))
+
+
+# ---------------------------------------------------------------- settings and output
+
+
+def load(file: Path | None, *, of_store: bool = False, **arguments: Any) -> Config:
+    """The settings of a command, with its logging set up.
+
+    Args:
+        file: settings file, None for the usual ones.
+        of_store: whether the command is about a store.
+        **arguments: settings by name; None means not given.
+    """
+    from lazyrag.config import Config
+
+    config = Config.load(file, **arguments)
+    if of_store and config.store is None:
+        raise ConfigError("No store is named.", fix="Name its folder: --store DIR, or the variable LAZYRAG_STORE.")
+    log_to_stderr(config.log_level.upper())
+    return config
+
+
+def log_to_stderr(level: int | str) -> None:
+    """Log to stderr; where `--debug` was given, its level stays."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger.handlers = [handler]
+    if logger.level != logging.DEBUG:
+        logger.setLevel(level)
+
+
+def reply(values: Any, as_json: bool, lines: Callable[[], Iterable[str]]) -> None:
+    """Answer a command on stdout, for programs or for people."""
+    typer.echo(json.dumps(values, indent=2, ensure_ascii=False) if as_json else "\n".join(lines()))
+
+
+def say(*lines: str) -> None:
+    """Tell what is not the answer, on stderr."""
+    for line in lines:
+        typer.echo(line, err=True)
+
+
+def columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with their cells below each other."""
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: "3.4 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}" if unit != "bytes" else f"{num_bytes} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
+THREAD = "lazyrag-engine"
 PLUGIN = "lazyrag.backend.plugin"
 
 
@@ -73,7 +74,6 @@ class LocalEngine:
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_process()
-        self._refusals = Path(tempfile.mkstemp(prefix="lazyrag-", suffix=".json")[1])
         arguments: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
@@ -85,7 +85,7 @@ class LocalEngine:
         }
         arguments |= device_arguments(arguments)
         if mode != "exact":
-            arguments |= plugin_arguments(mode, debug, self._refusals)
+            arguments |= plugin_arguments(mode, debug)
             if kv_root is not None:
                 arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
         arguments |= engine_args or {}
@@ -94,16 +94,17 @@ class LocalEngine:
         self._ids = itertools.count()
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lazyrag-engine", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=THREAD, daemon=True)
         self._thread.start()
         try:
-            with hidden_main():
-                self._info = self._wait(self._start(arguments))
-        except BaseException as error:
+            with starting() as refusals:
+                try:
+                    self._info = self._wait(self._start(arguments))
+                except Exception as error:
+                    raise start_error(error, refusals.read_text(encoding="utf-8")) from error
+        except BaseException:
             self._stop_loop()
-            raise self._start_error(error) from error
-        finally:
-            self._refusals.unlink(missing_ok=True)
+            raise
 
     # ------------------------------------------------------------ life
 
@@ -130,19 +131,6 @@ class LocalEngine:
             kv_bytes_per_token=2 * layers * heads * size * model.dtype.itemsize,
             fingerprint=fingerprint,
         )
-
-    def _start_error(self, error: BaseException) -> BaseException:
-        """The plugin's refusals if it wrote any, an error of ours as it is, or vLLM's own words."""
-        if not isinstance(error, Exception) or isinstance(error, errors.LazyRAGError):
-            return error
-        if isinstance(error, ImportError):
-            return errors.MissingExtraError(
-                f"vLLM is not usable here: {error}.", fix='Install it: pip install "lazyrag[gpu]" or "lazyrag[cpu]".'
-            )
-        if text := self._refusals.read_text():
-            said = json.loads(text)
-            return errors.UnsupportedError(said["what"], why=said["why"], fix=said["fix"])
-        return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")
 
     def close(self) -> None:
         """Stop the engine; requests in flight get `EngineDeadError`. Idempotent."""
@@ -271,7 +259,7 @@ def device_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plugin_arguments(mode: str, debug: bool, refusals: Path) -> dict[str, Any]:
+def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
     """What makes a vLLM engine a LazyRAG engine."""
     from vllm.platforms import current_platform
 
@@ -282,7 +270,7 @@ def plugin_arguments(mode: str, debug: bool, refusals: Path) -> dict[str, Any]:
     return {
         "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
         "worker_cls": f"{PLUGIN}.worker.LazyCPUWorker",
-        "additional_config": {wire.REPORT: {"mode": mode, "debug": debug, "refusals": str(refusals)}},
+        "additional_config": {wire.REPORT: {"mode": mode, "debug": debug}},
     }
 
 
@@ -296,29 +284,52 @@ def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def hidden_main() -> Iterator[None]:
-    """Let the engine start from a script without `if __name__ == "__main__"`.
+def start_error(error: Exception, refusals: str) -> Exception:
+    """What the user is told of a failed start.
 
-    A spawned process runs the main script again, up to where it would start the engine again. The engine core needs
-    nothing of that script, so what this thread's starts tell their children leaves it out.
+    Args:
+        error: what came up in this process.
+        refusals: what the plugin wrote in one of vLLM's processes; empty if it refused nothing.
     """
-    from multiprocessing import spawn
+    if isinstance(error, errors.LazyRAGError):
+        return error
+    if refusals:
+        return errors.UnsupportedError(refusals)
+    return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")
 
+
+_starting = threading.Lock()
+
+
+@contextmanager
+def starting() -> Iterator[Path]:
+    """What holds for this process while an engine's processes are started, one engine at a time.
+
+    Yields the file in which the plugin says why it refuses (`wire.REFUSALS`).
+
+    A spawned process runs the main script again, up to where it would start the engine again, if that script has no
+    `if __name__ == "__main__"`. The engine needs nothing of that script, so what the engine's thread tells its children
+    leaves it out.
+    """
     stock = spawn.get_preparation_data
 
     def without_main(name: str) -> dict[str, Any]:
         data = stock(name)
-        if threading.current_thread().name == "lazyrag-engine":
+        if threading.current_thread().name == THREAD:
             data.pop("init_main_from_name", None)
             data.pop("init_main_from_path", None)
         return data
 
-    spawn.get_preparation_data = without_main
-    try:
-        yield
-    finally:
-        spawn.get_preparation_data = stock
+    with _starting, tempfile.TemporaryDirectory(prefix="lazyrag-") as folder:
+        refusals = Path(folder) / "refusals"
+        refusals.touch()
+        os.environ[wire.REFUSALS] = str(refusals)
+        spawn.get_preparation_data = without_main
+        try:
+            yield refusals
+        finally:
+            spawn.get_preparation_data = stock
+            del os.environ[wire.REFUSALS]
 
 
 # ---------------------------------------------------------------- one request

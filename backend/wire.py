@@ -39,6 +39,9 @@ VERSION, SPANS, PREFIX, LAYOUT, CHILD, REPORT = (
     "lazyrag_child",
     "lazyrag",
 )
+REFUSALS = "LAZYRAG_REFUSALS"
+"""Environment variable: the file in which a process of a starting engine leaves why it refuses to run. vLLM's parent
+process only learns that a child died."""
 CHILD_PREFIX = "lazyrag-child-"
 """Ids of the scheduler's own requests start with this; a client's request id must not."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from lazyrag.backend import wire
 from lazyrag.backend.plugin import compat
 from lazyrag.backend.plugin.requests import engine_settings
 from lazyrag.errors import InputError, UnsupportedError
@@ -30,7 +32,10 @@ def refuse(reasons: Iterable[str | None]) -> None:
     found = [reason for reason in reasons if reason is not None]
     if found:
         lines = "".join(f"\n  - {reason}" for reason in found)
-        raise UnsupportedError(f"LazyRAG cannot run with this model or these engine settings:{lines}")
+        text = f"LazyRAG cannot run with this model or these engine settings:{lines}"
+        if path := os.environ.get(wire.REFUSALS):
+            Path(path).write_text(text, encoding="utf-8")
+        raise UnsupportedError(text)
 
 
 def check_config(vllm_config: Any) -> None:

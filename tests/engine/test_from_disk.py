@@ -1,0 +1,110 @@
+"""Chunks that one engine has computed are loaded by the next one, in a new process, and give the same answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Result, Text, assert_agrees
+from oracle import Oracle, Prompt, Use
+
+from lazyrag.backend.engine import Delta, Request, Sampling, generate
+from lazyrag.backend.local import LocalEngine
+from lazyrag.types import Segment
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:`torch")]
+
+NUM_TOKENS = 12
+
+
+def start(model: Path, root: Path, mode: str) -> LocalEngine:
+    """An engine whose core runs in a process of its own."""
+    return LocalEngine(
+        str(model),
+        mode=mode,
+        dtype="float32",
+        max_model_len=1024,
+        block_size=16,
+        kv_cache_bytes=1 << 26,
+        kv_root=root,
+        debug=True,
+        engine_args={"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    )
+
+
+def ask(engine: LocalEngine, *prompts: Prompt, namespace: str = "") -> list[Delta]:
+    """Run prompts together; none may fail."""
+    requests = [
+        Request(
+            token_ids=prompt.token_ids,
+            segments=[Segment("", span.start, span.num_tokens, span.offset) for span in prompt.spans],
+            prefix_len=len(prompt.prefix),
+            sampling=Sampling(max_tokens=NUM_TOKENS, logprobs=3, ignore_eos=True),
+            namespace=namespace,
+        )
+        for prompt in prompts
+    ]
+    answers = generate(engine, requests)
+    for answer in answers:
+        assert isinstance(answer, Delta), answer
+    return answers
+
+
+def check(oracle: Oracle, prompt: Prompt, answer: Delta) -> None:
+    assert len(answer.token_ids) == NUM_TOKENS
+    assert_agrees(oracle, prompt, Result(list(answer.token_ids), list(answer.logprobs), 0, None))
+
+
+def flip_last_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+def test_a_new_engine_answers_from_the_disk(
+    mode: str, tiny_model: Path, tiny_oracle: Oracle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = Text(7)
+    prefix = text(19) if mode == "lazy-prefix" else []
+    chunks = [Use(text(n)) for n in (37, 64, 5, 90)]
+    q, r = text(9), text(12)
+
+    first = start(tiny_model, tmp_path, mode)
+    try:
+        prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], q], prefix)
+        (answer,) = ask(first, prompt)
+        check(tiny_oracle, prompt, answer)
+        assert answer.reuse.sources == ("computed",) * 4
+        files = list(tmp_path.rglob("*.safetensors"))
+        assert len(files) == 4 + bool(prefix), "an answered request's chunks are on disk"
+    finally:
+        first.close()
+
+    smallest = min(files, key=lambda file: file.stat().st_size)  # chunk 2
+    flip_last_bit(smallest)
+    capfd.readouterr()
+
+    second = start(tiny_model, tmp_path, mode)
+    try:
+        reordered = Prompt([chunks[3], text(2), chunks[0], chunks[1], q], prefix)
+        again = Prompt([text(4), chunks[1], r], prefix)
+        for prompt, answer in zip((reordered, again), ask(second, reordered, again), strict=True):
+            check(tiny_oracle, prompt, answer)
+            assert set(answer.reuse.sources) == {"disk"}
+            chunk_tokens = sum(span.num_tokens for span in prompt.spans)
+            assert answer.reuse.reused_tokens == chunk_tokens, "no token of a chunk was computed"
+
+        damaged = Prompt([chunks[0], text(2), chunks[2], chunks[3], r], prefix)
+        (answer,) = ask(second, damaged)
+        check(tiny_oracle, damaged, answer)
+        assert answer.reuse.sources == ("hbm", "computed", "hbm")
+        assert not smallest.exists()
+
+        (answer,) = ask(second, reordered, namespace="another tenant")
+        check(tiny_oracle, reordered, answer)
+        assert set(answer.reuse.sources) == {"computed"}
+    finally:
+        second.close()
+    report = capfd.readouterr().err
+    assert report.count("its checksum does not match its content") == 1

@@ -1,0 +1,507 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, StoreError
+from lazyrag.ingest import DELETE, EMBED, INDEX, PARSE, SPLIT, STAGES, STORE, WARM, Progress, Summary, plan, run
+from lazyrag.retrievers.embed import HashEmbedder
+from lazyrag.retrievers.search import Searcher
+from lazyrag.retrievers.store import Store
+from lazyrag.retrievers.vectors import VectorIndex
+from lazyrag.splitter import Splitter
+from lazyrag.types import Document, Reuse, chunk_id
+
+
+class CharacterTokenizer:
+    """A token is a character."""
+
+    fingerprint = "characters"
+
+    def encode_plain_with_offsets(self, text):
+        return [ord(c) for c in text], [(i, i + 1) for i in range(len(text))]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class CountingEmbedder(HashEmbedder):
+    def __init__(self):
+        self.seen = []
+
+    def embed_documents(self, texts):
+        self.seen += texts
+        return super().embed_documents(texts)
+
+
+class Engine:
+    """Warms chunks, or fails to as it is told: {chunk text: error}."""
+
+    def __init__(self, errors=None, stop_after=None):
+        self.warmed = []
+        self.errors = errors or {}
+        self.stop_after = stop_after
+
+    def warm(self, chunks):
+        for id, ids in chunks:
+            text = "".join(map(chr, ids))
+            assert chunk_id(text) == id
+            if len(self.warmed) == self.stop_after:
+                raise KeyboardInterrupt
+            if text in self.errors:
+                yield id, self.errors[text]
+            else:
+                self.warmed.append(text)
+                yield id, Reuse(len(ids), 0)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "store", create=True) as store:
+        yield store
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """Writes files into a folder: docs(a="text") makes a.md, a None removes it."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+
+    def write(**texts):
+        for name, text in texts.items():
+            path = folder / f"{name}.md"
+            if text is None:
+                path.unlink()
+            else:
+                path.write_text(text)
+        return folder
+
+    write.folder = folder
+    return write
+
+
+SPLITTER = Splitter(CharacterTokenizer(), chunk_size=64)
+
+
+def make_plan(store, *paths, **settings):
+    return plan(store, paths, **{"splitter": SPLITTER, "embedder": HashEmbedder(), **settings})
+
+
+def ingest(store, *paths, sync=False, warm=None, fingerprint=None, **settings):
+    """Plan and run; the events and the summary."""
+    *events, summary = run(make_plan(store, *paths, **settings), sync=sync, warm=warm, fingerprint=fingerprint)
+    assert isinstance(summary, Summary)
+    assert all(isinstance(event, Progress) for event in events)
+    return events, summary
+
+
+def summary_of(*arguments, **settings):
+    return ingest(*arguments, **settings)[1]
+
+
+def names(items):
+    return sorted(os.path.basename(getattr(item, "id", item)) for item in items)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_the_plan_says_what_is_new_changed_unchanged_missing_and_unreadable(store, docs):
+    docs(stays="stays", changes="before", goes="goes")
+    first = make_plan(store, docs.folder)
+    assert names(first.added) == ["changes.md", "goes.md", "stays.md"]
+    assert first.num_bytes == len("staysbeforegoes")
+    assert summary_of(store, docs.folder).added == 3
+
+    docs(changes="after", goes=None, comes="comes")
+    (docs.folder / "broken.md").write_bytes(b"\0")
+    (docs.folder / "image.png").write_bytes(b"png")
+    second = make_plan(store, docs.folder)
+    assert names(second.added) == ["broken.md", "comes.md"]
+    assert names(second.changed) == ["changes.md"]
+    assert names(second.unchanged) == ["stays.md"]
+    assert names(second.missing) == ["goes.md"]
+    assert names(second.skipped) == ["image.png"]
+    assert summary_of(store, docs.folder, docs.folder / "nothing").failed[0].source.endswith("nothing")
+
+
+def test_planning_changes_nothing(store, docs):
+    make_plan(store, docs(a="text"))
+    assert store.settings() == {}
+    assert store.generation() == 0
+    assert store.last_run() is None
+
+
+def test_the_same_content_with_another_time_is_unchanged(store, docs):
+    ingest(store, docs(a="text"))
+    os.utime(docs.folder / "a.md", (1, 1))
+    assert names(make_plan(store, docs.folder).unchanged) == ["a.md"]
+    # And new content with the old time and size is not.
+    status = (docs.folder / "a.md").stat()
+    docs(a="TEXT")
+    os.utime(docs.folder / "a.md", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert names(make_plan(store, docs.folder).changed) == ["a.md"]
+
+
+def test_another_way_of_splitting_or_embedding_is_a_change(store, docs):
+    ingest(store, docs(a="text"), embedder=None)
+    assert names(make_plan(store, docs.folder, embedder=None).unchanged) == ["a.md"]
+    assert names(make_plan(store, docs.folder).changed) == ["a.md"]
+    other = Splitter(CharacterTokenizer(), chunk_size=32)
+    assert names(make_plan(store, docs.folder, embedder=None, splitter=other).changed) == ["a.md"]
+
+
+def test_documents_that_are_no_files_are_compared_by_all_they_say(store):
+    def document(**changes):
+        return Document(**{"id": "pypi:a", "text": "text", "source": "a", "metadata": {"v": 1}, **changes})
+
+    assert summary_of(store, documents=[document()]).added == 1
+    assert make_plan(store, documents=iter([document()])).unchanged == ("pypi:a",)
+    for change in ({"text": "new"}, {"title": "t"}, {"metadata": {"v": 2}}, {"source": "b"}, {"pages": (0,)}):
+        assert names(make_plan(store, documents=[document(**change)]).changed) == ["pypi:a"]
+    assert make_plan(store, documents=[]).missing == ()
+
+
+def test_the_second_document_of_one_id_is_left_out_and_listed(store):
+    summary = summary_of(store, documents=[Document("a", "first", "s"), Document("a", "second", "s")])
+    assert summary.added == 1
+    assert "Two documents have the id a" in str(summary.failed[0].error)
+    assert [chunk.text for chunk in store.chunks()] == ["first"]
+
+
+def test_a_store_made_with_another_tokenizer_or_embedder_is_refused_before_anything_is_done(store, docs):
+    ingest(store, docs(a="text"))
+    other = CharacterTokenizer()
+    other.fingerprint = "others"
+    with pytest.raises(StoreError, match="made with tokenizer characters, not others"):
+        make_plan(store, docs.folder, splitter=Splitter(other))
+    embedder = HashEmbedder()
+    embedder.name = "better"
+    with pytest.raises(StoreError, match="made with embedder hash, not better"):
+        make_plan(store, docs.folder, embedder=embedder)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def test_what_was_ingested_can_be_found_and_cited(store, docs):
+    text = "Foxes are red.\n\n" + "Whales are blue and live in the sea, mostly, not always."
+    ingest(store, docs(a=text))
+    (hit,) = Searcher(store, HashEmbedder()).search("where do whales live", 1)
+    assert hit.chunk.source == str(docs.folder / "a.md")
+    assert text[hit.chunk.start : hit.chunk.end] == hit.chunk.text
+    assert store.stats()["vectors"] == store.stats()["chunks"] == 2
+    (stored,) = store.documents()
+    assert stored.mtime == (docs.folder / "a.md").stat().st_mtime
+
+
+def test_a_second_run_does_nothing(store, docs):
+    engine, embedder = Engine(), CountingEmbedder()
+    again = Engine()
+    docs(a="text a", b="text b")
+    ingest(store, docs.folder, embedder=embedder, warm=engine.warm, fingerprint="f")
+    generation = store.generation()
+    events, summary = ingest(store, docs.folder, embedder=embedder, warm=again.warm, fingerprint="f")
+    assert [event.stage for event in events] == [INDEX]
+    assert summary == Summary(unchanged=2)
+    assert sorted(embedder.seen) == sorted(engine.warmed) == ["text a", "text b"]
+    assert again.warmed == []
+    assert store.generation() == generation
+
+
+def test_a_changed_file_costs_only_its_changed_chunks(store, docs):
+    stays, goes, comes = "A" * 40, "B" * 40, "C" * 40
+    ingest(store, docs(a=f"{stays}\n\n{goes}"), warm=Engine().warm, fingerprint="f")
+    engine, embedder = Engine(), CountingEmbedder()
+    docs(a=f"{comes}\n\n{stays}")
+    _, summary = ingest(store, docs.folder, embedder=embedder, warm=engine.warm, fingerprint="f")
+    assert engine.warmed == embedder.seen == [comes]
+    assert summary == Summary(changed=1, chunks_added=1, chunks_removed=1, embedded=1, warmed=1)
+    assert [chunk.text for chunk in store.chunks()] == [comes, stays]
+
+
+def test_equal_chunks_of_new_documents_are_embedded_and_warmed_once(store, docs):
+    engine, embedder = Engine(), CountingEmbedder()
+    docs(a="same", b="same", c="same")
+    _, summary = ingest(store, docs.folder, embedder=embedder, warm=engine.warm)
+    assert embedder.seen == engine.warmed == ["same"]
+    assert (summary.added, summary.chunks_added) == (3, 1)
+
+
+def test_missing_documents_are_kept_unless_a_sync_is_asked_for(store, docs, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.md").write_text("text of b")
+    ingest(store, docs(a="text of a"), other)
+    docs(a=None)
+    (other / "b.md").unlink()
+    assert summary_of(store, docs.folder).missing == 1
+    assert store.stats()["documents"] == 2
+    events, summary = ingest(store, docs.folder, sync=True)
+    assert (summary.deleted, summary.chunks_removed, summary.missing) == (1, 1, 0)
+    assert [event.stage for event in events] == [DELETE, INDEX]
+    assert [os.path.basename(stored.id) for stored in store.documents()] == ["b.md"]
+
+
+def test_a_sync_of_a_folder_that_is_not_there_deletes_nothing(store, docs):
+    ingest(store, docs(a="text"))
+    docs(a=None)
+    docs.folder.rmdir()
+    summary = summary_of(store, docs.folder, sync=True)
+    assert summary.deleted == 0
+    assert len(summary.failed) == 1
+    assert store.stats()["documents"] == 1
+
+
+def test_a_bad_file_is_listed_and_the_rest_goes_on(store, docs):
+    docs(a="text a", z="text z")
+    (docs.folder / "bad.md").write_bytes(b"\0binary")
+    (docs.folder / "records.jsonl").write_text('{"text": "fine"}\n{broken\n')
+    events, summary = ingest(store, docs.folder)
+    assert sorted(chunk.text for chunk in store.chunks()) == ["fine", "text a", "text z"]
+    assert names(failure.source for failure in summary.failed) == ["bad.md", "records.jsonl:2"]
+    assert summary.exit_code == 1
+    # The one that could be seen before is in the plan, the one that had to be read first is in an event.
+    assert names(f.source for event in events for f in event.failures) == ["bad.md"]
+    docs.folder.joinpath("bad.md").write_text("repaired")
+    docs.folder.joinpath("records.jsonl").write_text('{"text": "fine"}\n')
+    summary = summary_of(store, docs.folder)
+    assert (summary.added, summary.unchanged, summary.exit_code) == (1, 3, 0)
+
+
+def test_a_document_that_cannot_be_stored_does_not_stop_the_others(store):
+    documents = [Document("a", "text a", "a\ud800"), Document("b", "text b", "b")]
+    events, summary = ingest(store, documents=documents)
+    assert [failure.source for failure in summary.failed] == ["a"]
+    assert [event.stage for event in events if event.failures] == [STORE]
+    assert [stored.id for stored in store.documents()] == ["b"]
+
+
+def test_the_old_version_of_a_file_that_became_unreadable_stays(store, docs):
+    ingest(store, docs(a="good text"))
+    (docs.folder / "a.md").write_bytes(b"\0")
+    assert len(summary_of(store, docs.folder, sync=True).failed) == 1
+    assert [chunk.text for chunk in store.chunks()] == ["good text"]
+
+
+def test_the_events_count_up_to_their_totals_stage_by_stage(store, docs):
+    docs(**{f"d{i:03}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(6)) for i in range(100)})
+    events, summary = ingest(store, docs.folder, warm=Engine().warm)
+    for stage, total in ((PARSE, 100), (SPLIT, 100), (EMBED, 600), (STORE, 100), (INDEX, 1), (WARM, 600)):
+        of_stage = [event for event in events if event.stage == stage]
+        done = [event.done for event in of_stage]
+        assert done == sorted(set(done))
+        assert (of_stage[-1].done, of_stage[-1].total) == (total, total)
+    assert {event.stage for event in events} == set(STAGES) - {DELETE}
+    num_bytes = [event.num_bytes for event in events]
+    assert num_bytes == sorted(num_bytes)
+    assert num_bytes[-1] == sum(path.stat().st_size for path in docs.folder.iterdir())
+    # Memory is bounded: documents are stored while others are still to be read.
+    stages = [event.stage for event in events]
+    assert stages.index(STORE) < len(stages) - stages[::-1].index(PARSE)
+    assert summary.chunks_added == summary.embedded == summary.warmed == 600
+
+
+def test_namespaces_are_ingested_apart(store, docs):
+    ingest(store, docs(a="text"), namespace="tenant")
+    assert store.stats()["documents"] == 0
+    assert names(make_plan(store, docs.folder).added) == ["a.md"]
+    docs(a=None)
+    assert summary_of(store, docs.folder, sync=True).deleted == 0
+    assert summary_of(store, docs.folder, sync=True, namespace="tenant").deleted == 1
+
+
+def test_without_an_embedder_nothing_is_embedded_or_indexed(store, docs):
+    events, _ = ingest(store, docs(a="text"), embedder=None)
+    assert {event.stage for event in events} == {PARSE, SPLIT, STORE}
+    assert store.stats()["vectors"] == 0
+    with pytest.raises(ConfigError, match="never embedded"):
+        Searcher(store, HashEmbedder())
+    summary = summary_of(store, docs.folder)
+    assert (summary.changed, summary.embedded, summary.chunks_added) == (1, 1, 0)
+    assert len(Searcher(store, HashEmbedder()).search("text")) == 1
+
+
+def test_the_vector_file_is_up_to_date_after_a_run(store, docs):
+    ingest(store, docs(a="one", b="two"))
+    head = VectorIndex(store).path.read_bytes().partition(b"\n")[0]
+    assert json.loads(head)["generation"] == store.generation()
+
+
+def test_a_vector_file_that_cannot_be_written_is_listed_and_searches_still_work(store, docs):
+    VectorIndex(store).path.parent.write_text("in the way")
+    events, summary = ingest(store, docs(a="text"))
+    assert [event.stage for event in events if event.failures] == [INDEX]
+    assert summary.exit_code == 1
+    assert len(Searcher(store, HashEmbedder()).search("text")) == 1
+
+
+# ---------------------------------------------------------------- warming
+
+
+def test_a_chunk_that_cannot_be_warmed_is_listed_and_tried_again_next_time(store, docs):
+    docs(a="good", b="bad")
+    _, summary = ingest(store, docs.folder, warm=Engine({"bad": CapacityError("Too long.")}).warm, fingerprint="f")
+    assert (summary.warmed, summary.exit_code) == (1, 1)
+    assert [failure.source for failure in summary.failed] == [chunk_id("bad")]
+    engine = Engine()
+    assert summary_of(store, docs.folder, warm=engine.warm, fingerprint="f").exit_code == 0
+    assert engine.warmed == ["bad"]
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("The engine stopped."), RuntimeError("a bug")], ids=str)
+def test_a_dead_engine_stops_the_run_but_nothing_done_is_lost(store, docs, error):
+    docs(a="good", b="bad", c="late")
+    with pytest.raises(type(error)):
+        ingest(store, docs.folder, warm=Engine({"bad": error}).warm, fingerprint="f")
+    engine = Engine()
+    assert summary_of(store, docs.folder, warm=engine.warm, fingerprint="f").unchanged == 3
+    assert sorted(engine.warmed) == ["bad", "late"]
+
+
+def test_each_engine_has_its_own_warm_chunks_and_an_unnamed_one_has_none(store, docs):
+    docs(a="text")
+    for fingerprint, count in (("f", 1), ("f", 0), ("g", 1), (None, 1), (None, 1)):
+        engine = Engine()
+        ingest(store, docs.folder, warm=engine.warm, fingerprint=fingerprint)
+        assert len(engine.warmed) == count
+
+
+def test_chunks_that_were_stored_without_warming_are_warmed_when_it_is_asked_for(store, docs):
+    ingest(store, docs(a="one", b="two"))
+    engine = Engine()
+    assert summary_of(store, docs.folder / "a.md", warm=engine.warm, fingerprint="f").unchanged == 1
+    assert sorted(engine.warmed) == ["one", "two"]
+
+
+# ---------------------------------------------------------------- interruptions
+
+
+def test_a_run_that_is_closed_goes_on_where_it_stopped(store, docs):
+    docs(**{f"d{i}": f"text {i} " + "x" * 4000 for i in range(20)})
+    events = run(make_plan(store, docs.folder))
+    while next(events).stage != STORE:
+        pass
+    events.close()
+    stored = store.stats()["documents"]
+    assert 0 < stored < 20
+    second = make_plan(store, docs.folder)
+    assert second.interrupted
+    assert len(second.unchanged) == stored
+    summary = summary_of(store, docs.folder)
+    assert summary.added == 20 - stored
+    assert not make_plan(store, docs.folder).interrupted
+
+
+def test_ctrl_c_while_warming_keeps_what_is_warm(store, docs):
+    docs(**{f"d{i}": f"text {i}" for i in range(10)})
+    with pytest.raises(KeyboardInterrupt):
+        ingest(store, docs.folder, warm=Engine(stop_after=4).warm, fingerprint="f")
+    engine = Engine()
+    ingest(store, docs.folder, warm=engine.warm, fingerprint="f")
+    assert len(engine.warmed) == 6
+
+
+def test_the_journal_says_what_a_run_did(store, docs):
+    docs(a="text")
+    (docs.folder / "bad.md").write_bytes(b"\0")
+    ingest(store, docs.folder)
+    summary = store.last_run().summary
+    assert (summary["added"], summary["chunks_added"]) == (1, 1)
+    assert summary["failed"] == [str(docs.folder / "bad.md")]
+
+
+KILLED = textwrap.dedent(
+    """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from test_ingest import HashEmbedder, Reuse, SPLITTER, Store, plan, run
+
+    def warm(chunks):
+        for id, ids in chunks:
+            with open(sys.argv[3], "a") as log:
+                log.write(id + "\\n")
+            yield id, Reuse(len(ids), 0)
+
+    store = Store.open(sys.argv[1], create=True)
+    made = plan(store, [sys.argv[2]], splitter=SPLITTER, embedder=HashEmbedder())
+    for event in run(made, sync=True, warm=warm, fingerprint="f"):
+        print(getattr(event, "stage", "end"), flush=True)
+    print(event.added, event.changed, event.unchanged, flush=True)
+    """
+).format(tests=os.path.dirname(__file__))
+
+
+def contents(folder):
+    with Store.open(folder) as store:
+        assert store.check() == []
+        ids = store.chunk_ids()
+        index = VectorIndex(store)
+        index.refresh()
+        return {
+            "documents": list(store.documents()),
+            "chunks": list(store.chunks()),
+            "tokens": store.get_tokens(ids),
+            "vectors": {id: vector.tobytes() for id, vector in store.vectors_of(ids).items()},
+            "indexed": sorted(id for id, _ in index.search(np.ones(1024, np.float32), 10**6)),
+            "unwarmed": list(store.unwarmed("f")),
+        }
+
+
+def test_a_run_that_is_killed_at_any_moment_ends_as_a_clean_one_does(tmp_path):
+    folder, log = tmp_path / "docs", tmp_path / "log"
+    folder.mkdir()
+
+    def write(version):
+        for i in range(30):
+            (folder / f"d{i:02}.md").write_text(
+                "\n\n".join(f"{i} {j} {version * (j % 2)} {'x' * 40}" for j in range(40))
+            )
+
+    def start(store):
+        script = [sys.executable, "-c", KILLED, store, folder, log]
+        return subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+
+    moments = random.Random(0)
+    for version in (1, 2):
+        write(version)
+        log.write_text("")
+        progress = []
+        for _ in range(5):
+            process = start(tmp_path / "killed")
+            for _ in range(moments.randrange(1, 80)):
+                process.stdout.readline()
+            # The process runs on while its lines are read, so this may hit it anywhere.
+            os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=60)
+            with Store.open(tmp_path / "killed") as store:
+                assert store.check() == []
+                assert all(count == 40 for count in chunks_by_document(store).values())
+                progress.append(len(chunks_by_document(store)))
+        assert progress == sorted(progress)
+        process = start(tmp_path / "killed")
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert sum(map(int, out.splitlines()[-1].split())) == 30
+        # A kill costs at most what was warmed since the journal was last written.
+        warmed = log.read_text().split()
+        assert len(warmed) - len(set(warmed)) <= 5 * 32
+    process = start(tmp_path / "clean")
+    process.communicate(timeout=120)
+    killed, clean = contents(tmp_path / "killed"), contents(tmp_path / "clean")
+    assert killed == clean
+    assert len(clean["documents"]) == 30
+    assert clean["unwarmed"] == []
+
+
+def chunks_by_document(store):
+    counts = {}
+    for chunk in store.chunks():
+        counts[chunk.document_id] = counts.get(chunk.document_id, 0) + 1
+    return counts

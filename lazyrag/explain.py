@@ -98,8 +98,8 @@ def explain(plan: PromptPlan, reuse: Reuse | None = None, *, nearest: Nearest | 
 class Alterations:
     """Finds chunks that a text holds in changed form: escaped, HTML-escaped, respaced, normalised.
 
-    Each change that can be undone is undone, and the result searched. Respaced chunks are found by an anchor that no
-    change has touched: not each of them, but seldom none of several.
+    Each change that can be undone is undone, and the result searched. Lost line breaks cannot be put back: such chunks
+    are found if their anchor lost none, so not each of them, but seldom none of several.
     """
 
     def __init__(self, segmenter: Segmenter) -> None:
@@ -108,12 +108,11 @@ class Alterations:
     def find(self, text: str) -> list[Altered]:
         """The altered chunks in a text; those that it also holds unchanged are left out."""
         found: dict[ChunkId, str] = {}
-        for kind, undo in _UNDO.items():
+        for kind, undo in _UNDO:
             restored = undo(text)
             if restored != text:
-                for occurrence in self._segmenter.find(restored):
-                    if occurrence.whole:
-                        found.setdefault(occurrence.chunk_id, kind)
+                whole = (occurrence for occurrence in self._segmenter.find(restored) if occurrence.whole)
+                found = {occurrence.chunk_id: kind for occurrence in whole} | found
         squeezed = _squeezed(text)
         for chunk_id, chunk in self._segmenter.texts(self._segmenter.index.candidates(text).chunk_ids).items():
             if _squeezed(chunk) in squeezed:
@@ -141,8 +140,11 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-_UNDO: dict[str, Callable[[str], str]] = {
-    ESCAPED: _unescaped,
-    HTML: html.unescape,
-    UNICODE: lambda text: unicodedata.normalize("NFC", text),
-}
+_UNDO: Sequence[tuple[str, Callable[[str], str]]] = (
+    (ESCAPED, _unescaped),
+    (HTML, html.unescape),
+    (UNICODE, lambda text: unicodedata.normalize("NFC", text)),
+    (WHITESPACE, lambda text: text.replace("\r\n", "\n")),
+    # Indented lines, and the quotes of Markdown.
+    (WHITESPACE, lambda text: re.sub(r"(?m)^[ \t>]+", "", text)),
+)

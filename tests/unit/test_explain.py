@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import html
+import json
+import random
+import textwrap
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lazyrag.explain import (
+    CHUNK,
+    ESCAPED,
+    FIRST_USE,
+    FIXES,
+    HTML,
+    LITERAL,
+    PREAMBLE,
+    UNICODE,
+    WHITESPACE,
+    Alterations,
+    Altered,
+    explain,
+)
+from lazyrag.plan import AT_END, TOO_SHORT
+from lazyrag.segmenter import Segmenter
+from lazyrag.types import COMPUTED, DISK, HBM, Piece, PromptPlan, Reuse, canonical, chunk_id
+
+A, B, C, D = (letter * 32 for letter in "abcd")
+
+PLAN = PromptPlan(
+    (
+        Piece("You are careful.", (1, 2, 3)),
+        Piece("Context:", (4,)),
+        Piece("chunk a", (5, 6), A, reuse=True),
+        Piece("chunk b", (7, 8, 9), B, reuse=True),
+        Piece("chunk c", (10,), C, reason=TOO_SHORT),
+        Piece("chunk d", (11, 12), D, reuse=True),
+        Piece(", its end", (13,), reason=AT_END),
+    ),
+    prefix_len=3,
+)
+
+
+def test_each_piece_has_a_row_that_says_what_became_of_it() -> None:
+    rows = explain(PLAN, Reuse(13, 5, (HBM, COMPUTED, DISK)))
+    assert [row.piece for row in rows] == list(PLAN.pieces)
+    assert [(row.kind, row.num_tokens, row.reused, row.source, row.reason) for row in rows] == [
+        (PREAMBLE, 3, False, "", ""),
+        (LITERAL, 1, False, "", ""),
+        (CHUNK, 2, True, HBM, ""),
+        (CHUNK, 3, False, COMPUTED, FIRST_USE),
+        (CHUNK, 1, False, "", TOO_SHORT),
+        (CHUNK, 2, True, DISK, ""),
+        (LITERAL, 1, False, "", AT_END),
+    ]
+
+
+def test_before_the_request_has_run_sources_are_unknown() -> None:
+    rows = explain(PLAN)
+    assert {row.source for row in rows} == {""}
+    assert not any(row.reused for row in rows)
+    assert [row.reason for row in rows if row.reason] == [TOO_SHORT, AT_END]
+
+
+def test_literals_that_look_like_altered_chunks_say_so() -> None:
+    asked = []
+
+    def nearest(text: str) -> list[Altered]:
+        asked.append(text)
+        return [Altered(HTML, A, "do this"), Altered(HTML, B, "do this")]
+
+    rows = explain(PLAN, nearest=nearest)
+    assert asked == ["Context:"]
+    assert rows[1].reason == "do this"
+
+
+# ---------------------------------------------------------------- altered chunks
+
+PASSAGE = (
+    'Tom & "Jerry" met at the café in Paris.\nThey said:\tnothing at all!\n\n'
+    "It's <b>well known</b> that the 漢字 of 😀 are hard to read, naïve as one may be about such things as these.\n"
+    "A third line follows the second one, as it is the custom among lines that come in three and never in two."
+)
+
+
+@pytest.mark.parametrize(
+    ("alter", "kind"),
+    [
+        (lambda text: repr([text, "other"]), ESCAPED),
+        (lambda text: f"[Document(id='1', metadata={{}}, page_content={text!r})]", ESCAPED),
+        (lambda text: json.dumps({"text": text}), ESCAPED),
+        (lambda text: json.dumps([text], ensure_ascii=False), ESCAPED),
+        (html.escape, HTML),
+        (lambda text: " ".join(text.split()), WHITESPACE),
+        (lambda text: text.replace("\n", "\r\n"), WHITESPACE),
+        (lambda text: textwrap.indent(text, "    "), WHITESPACE),
+        (lambda text: textwrap.indent(text, "> "), WHITESPACE),
+        (lambda text: unicodedata.normalize("NFD", text), UNICODE),
+    ],
+    ids=["list", "documents", "json", "json unescaped", "html", "collapsed", "crlf", "indented", "quoted", "nfd"],
+)
+def test_altered_chunks_are_recognised(
+    alter: Callable[[str], str], kind: str, make_segmenter: Callable[..., Segmenter]
+) -> None:
+    other = "Something else that nobody altered, which stands in the prompt as it was registered, word for word."
+    alterations = Alterations(make_segmenter([PASSAGE, other]))
+    found = alterations.find(f"Context: {alter(PASSAGE)}\n\n{other}\n\nQuestion?")
+    assert found == [Altered(kind, chunk_id(PASSAGE), FIXES[kind])]
+
+
+def test_what_is_unaltered_or_unknown_gives_no_warning(make_segmenter: Callable[..., Segmenter]) -> None:
+    alterations = Alterations(make_segmenter([PASSAGE]))
+    assert alterations.find(f"Context: {PASSAGE}\n\nIs 1 &lt; 2? \\n") == []
+    assert alterations.find(f"{html.escape(PASSAGE)} and {PASSAGE}") == []
+    assert alterations.find("Other text with \\n escapes &amp; more. " * 10) == []
+    assert (
+        alterations.find("half a pair: \\ud800 and \ud800 too, in a text of some length, so that it is looked at") == []
+    )
+
+
+def test_real_passages_in_a_list_repr_are_recognised(
+    data_folder: Path, make_segmenter: Callable[..., Segmenter]
+) -> None:
+    with (data_folder / "nq_open_gold_2655.jsonl").open(encoding="utf-8") as file:
+        texts = list(dict.fromkeys(canonical(doc["text"]) for line in file for doc in json.loads(line)["docs"]))
+    alterations = Alterations(make_segmenter(texts))
+    for _ in range(20):
+        shown = random.Random(0).sample([text for text in texts if "'" in text and len(text) > 100], 5)
+        found = alterations.find(f"Context: {shown!r}\nQuestion?")
+        escaped = {chunk_id(text) for text in shown if repr(text)[1:-1] != text}
+        assert escaped <= {altered.chunk_id for altered in found if altered.kind == ESCAPED}

@@ -384,7 +384,7 @@ def explain(
     try:
         text = prompt.read().decode()
     except UnicodeDecodeError:
-        raise InputError(f"{prompt.name} cannot be read:", why="it is not UTF-8 text.") from None
+        raise InputError("The prompt cannot be read:", why="it is not UTF-8 text.") from None
     rows = LazyRAG(config).explain(text, run=run)
     reply(row_values(rows), as_json, lambda: row_lines(rows))
 

@@ -215,7 +215,7 @@ def _store(folder: Path, namespace: str) -> tuple[Row, dict[str, str]]:
         with Store.open(folder) as store:
             counts, settings = store.stats(namespace), store.settings()
     except LazyRAGError as error:
-        return _failure("store", error), {}
+        return _failure("store", error, "Name another folder, or make the store again."), {}
     found = f"{counts['documents']} documents, {counts['chunks']} chunks, {counts['tokens']} tokens at {folder}"
     return Row("store", "ok", found), settings
 
@@ -227,13 +227,13 @@ def _model(name: str, tokenizer_of_store: str | None) -> Iterator[Row]:
     try:
         folder = model_folder(name)
     except LazyRAGError as error:
-        yield _failure("model", error)
+        yield _failure("model", error, "Name the folder of a complete checkpoint.")
         return
     yield Row("model", "ok", f"{folder} ({_architecture(folder)})")
     try:
         tokenizer = Tokenizer.from_folder(folder)
     except LazyRAGError as error:
-        yield _failure("tokenizer", error)
+        yield _failure("tokenizer", error, "Get the model's files again.")
         return
     found = f"no document can write one of its {len(tokenizer.control_tokens)} control tokens"
     if tokenizer_of_store not in (None, tokenizer.fingerprint):
@@ -245,8 +245,9 @@ def _model(name: str, tokenizer_of_store: str | None) -> Iterator[Row]:
         yield Row("tokenizer", "ok", found)
 
 
-def _failure(name: str, error: LazyRAGError) -> Row:
-    return Row(name, "fail", f"{error.what} {error.why}".strip(), error.fix)
+def _failure(name: str, error: LazyRAGError, fix: str) -> Row:
+    """An error as a row, with `fix` if the error brings none."""
+    return Row(name, "fail", f"{error.what} {error.why}".strip(), error.fix or fix)
 
 
 def _architecture(folder: Path) -> str:

@@ -76,7 +76,7 @@ def test_every_variable_that_the_code_reads_is_known(modules: dict[str, Path], r
     unknown = {
         f"{variable} in {path.relative_to(root)}"
         for path in files
-        if path.name != "test_config.py"
+        if path.name not in ("test_config.py", "test_cli.py")  # these try names that do not exist
         for variable in re.findall(r"[\"'](LAZYRAG_[A-Z_]*[A-Z])[\"'=]", path.read_text(encoding="utf-8"))
         if variable not in known
     }

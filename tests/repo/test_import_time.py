@@ -20,7 +20,6 @@ HEAVY = (
     "sentence_transformers",
     "pypdf",
     "httpx",
-    "pydantic",
     "numpy",
 )
 

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lazyrag import doctor
 from lazyrag.config import Config
@@ -23,18 +23,9 @@ def rows(config: Config | None = None, *, full: bool = False) -> dict[str, Row]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A folder that looks like a chat model's: byte-level tokenizer, one control token, a template."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+def model(model_folder: Callable[..., Path]) -> Path:
+    """A folder that looks like a chat model's."""
+    folder = model_folder("byte-level", chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     return folder
 
@@ -129,7 +120,7 @@ def test_low_disk_and_low_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -
 def test_a_complete_model_is_fine(model: Path) -> None:
     found = rows(Config(model=str(model)))
     assert "LlamaForCausalLM" in found["model"].found
-    assert found["tokenizer"] == Row("tokenizer", "ok", "no document can write one of its 1 control tokens")
+    assert found["tokenizer"] == Row("tokenizer", "ok", "no document can write one of its 5 control tokens")
 
 
 def test_a_model_without_chat_template_is_a_warning(model: Path) -> None:

@@ -80,9 +80,9 @@ def check_paged_attention(
     for name, x in (("query", query), ("output", output)):
         if x.stride()[1:] != (head_size, 1):
             raise ValueError(f"the heads of a token must be contiguous in {name}, has strides {x.stride()}")
-    for name, x in (("kv_cache", kv_cache), ("output", output), ("turns", turns)):
-        if x is not None and x.device != query.device:
-            raise ValueError(f"{name} is on {x.device}, query on {query.device}")
+    for name, other in (("kv_cache", kv_cache), ("output", output), ("turns", turns)):
+        if other is not None and other.device != query.device:
+            raise ValueError(f"{name} is on {other.device}, query on {query.device}")
     if turns is not None:
         check_shape("turns", turns, (None, None))
         if turns.dtype != torch.float32 or not turns.is_contiguous():

@@ -20,6 +20,9 @@ the raw query stays there, and the line of cosines and sines comes along with th
 memory, which also serves interleaved and partial rotations.
 """
 
+# A kernel's pointers and numbers have no types in Python, its constants do.
+# mypy: allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -46,6 +49,9 @@ from lazyrag.kernels.reduce import Workspace, merge
 # Gluon renames things: `async_copy_global_to_shared` and `_reinterpret` until Triton 3.6, the names below later on.
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _load_box = tma.async_load if _RENAMED.value else tma.async_copy_global_to_shared
+
+HEAD_SIZES = (64, 128)
+"""Whole boxes, and results that fit the registers of a warpgroup (256 would spill half of them)."""
 
 NO_LIMIT = gl.constexpr(1 << 30)
 BOX = gl.constexpr(64)
@@ -590,10 +596,10 @@ class Launch:
 
 
 def can_run(query: Tensor, kv_cache: Tensor) -> bool:
-    """Whether the kernel serves these tensors: 16-bit, heads of 64, 128 or 256, a page's token rows contiguous."""
+    """Whether the kernel serves these tensors: 16-bit, heads of 64 or 128, a token's heads side by side."""
     head_size = query.shape[2]
     return (
-        head_size in (64, 128, 256)
+        head_size in HEAD_SIZES
         and query.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.dtype == query.dtype
         and kv_cache.stride(1) == 2 * head_size
@@ -622,7 +628,7 @@ def attend(
     head_size, kv_heads, rotary_dim = query.shape[2], kv_cache.shape[1], turns.shape[1]
     if not can_run(query, kv_cache):
         raise ValueError(
-            f"the Hopper kernel needs 16-bit tensors, heads of 64, 128 or 256 and tokens whose heads lie side by side; "
+            f"the Hopper kernel needs 16-bit tensors, heads of {HEAD_SIZES} and tokens whose heads lie side by side; "
             f"got {query.dtype}, {kv_cache.dtype}, heads of {head_size}, strides {kv_cache.stride()}"
         )
     if tiling.block_m not in (64, 128) or (launch.raw and (rotary_dim < head_size or not neox)):

@@ -27,6 +27,9 @@ Tables, int32, one line each:
 A *turn line* is a line of the table of rotations (`turn_table`); line 0 turns by nothing and serves every suffix.
 """
 
+# A kernel's pointers and numbers have no types in Python, its constants do.
+# mypy: allow-incomplete-defs
+
 from __future__ import annotations
 
 import heapq
@@ -365,9 +368,9 @@ class DevicePlan:
 
     def __init__(self, tiling: Tiling, capacity: Capacity, device: torch.device, *, fixed: bool = False) -> None:
         self.tiling, self.capacity, self.fixed = tiling, capacity, fixed
-        # The kernels look a step of up to two tiles ahead.
-        self.tiles = torch.zeros(capacity.tiles + 2, 4, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(capacity.tiles + 2, tiling.tile // tiling.page, dtype=torch.int32, device=device)
+        # The kernels look ahead: by a step of two tiles from the last one of a step that may be half empty.
+        self.tiles = torch.zeros(capacity.tiles + 3, 4, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(capacity.tiles + 3, tiling.tile // tiling.page, dtype=torch.int32, device=device)
         size = capacity.work * 6 + capacity.splits * 4 + capacity.queries + capacity.runs * 6
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = _Staging(size, device)

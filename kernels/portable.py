@@ -17,6 +17,9 @@ Rows of a query tile are tokens x heads of one group: row m is token m // GROUP,
 they may hold NaN, and 0 * NaN is NaN.
 """
 
+# A kernel's pointers and numbers have no types in Python, its constants do.
+# mypy: allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,7 +39,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _dot(a, b, acc, FLOAT32: tl.constexpr):
-    """a @ b + acc; in full float32 where the operands are, or where the interpreter cannot multiply others."""
+    """Matrix product plus acc; in full float32 where the operands are, or where the interpreter knows no other."""
     if FLOAT32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc)
@@ -54,7 +57,7 @@ def _turned(
     NEOX: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """R(-shift) of a query tile, [BLOCK_M, BD]: (a, b) -> (a cos + b sin, b cos - a sin) for each pair of dimensions."""
+    """R(-shift) of a query tile, [BLOCK_M, BD]: a pair of dimensions (a, b) -> (a cos + b sin, b cos - a sin)."""
     d = tl.arange(0, BD)
     x = tl.load(q_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     if R == 0:
@@ -234,7 +237,9 @@ def attend(
             are not rotations.
         neox: rotated pairs are (i, i + R/2), otherwise (2i, 2i + 1).
         alibi: linear biases, in place of rotations.
-        k_scale, v_scale: what stored keys and values are multiplied with (fp8).
+        k_scale: what stored keys are multiplied with (fp8).
+        v_scale: what stored values are multiplied with (fp8).
+        launch: how the kernel is compiled.
 
     Returns:
         `output`.

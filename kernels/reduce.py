@@ -11,6 +11,9 @@ and the row's attention is, with top = max_i top_i,
 A slice in which a row sees no key leaves top_i = -1e30, total_i = 0, acc_i = 0, which weighs nothing.
 """
 
+# A kernel's pointers and numbers have no types in Python, its constants do.
+# mypy: allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -95,6 +98,7 @@ def merge(out: Tensor, plan: DevicePlan, workspace: Workspace, kv_heads: int, *,
         out: [queries, Hq, D], where the attention kernel wrote the others.
         plan: that the attention kernel ran.
         workspace: that it wrote to.
+        kv_heads: heads of the keys.
         early: the attention kernel allows its successor to start before it has ended (sm_90).
     """
     if not plan.num_slots:

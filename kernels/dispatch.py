@@ -1,0 +1,239 @@
+"""Which kernel runs, in which form. Every threshold is here, with the measurement it comes from.
+
+A *variant* is a compiled form of a kernel: the sizes of its tiles and how it is launched. `choose` picks one from what
+a step looks like; `variants` lists all that `choose` may pick, so that they can be compiled before the first request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from lazyrag.kernels import hopper, portable
+from lazyrag.kernels.plan import DevicePlan, Tiling
+from lazyrag.kernels.reduce import Workspace
+
+Kernel = Literal["hopper", "portable", "sdpa"]
+
+PAGES = (16, 32, 64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What attention looks like in a model; the same for all layers and steps.
+
+    Attributes:
+        num_heads, kv_heads: of query and of keys, on this rank.
+        head_size: D.
+        page: tokens of a page of the cache.
+        dtype, kv_dtype: of query and cache.
+        rotary_dim: R, dimensions that are rotated; 0: none (ALiBi).
+        neox: rotated pairs are (i, i + R/2), otherwise (2i, 2i + 1).
+        heads_side_by_side: in the cache, all heads of a token are neighbours (vLLM's NHD).
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    page: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    rotary_dim: int
+    neox: bool = True
+    heads_side_by_side: bool = True
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the choice depends on: compute capability, SMs, shared memory that one block may have."""
+
+    capability: tuple[int, int]
+    num_sms: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu:
+        """Read off a CUDA device."""
+        facts = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+        capability = torch.cuda.get_device_capability(device)
+        return cls(capability, facts["multiprocessor_count"], facts["max_shared_mem"])
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A compiled form of a kernel.
+
+    Attributes:
+        blocks_per_sm: thread blocks that run on an SM at once.
+    """
+
+    name: str
+    tiling: Tiling
+    blocks_per_sm: int
+    launch: hopper.Launch | portable.Launch
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel that this is a form of."""
+        return "hopper" if isinstance(self.launch, hopper.Launch) else "portable"
+
+    def slots(self, gpu: Gpu, kv_heads: int) -> int:
+        """Thread blocks that run at once for one key head: what `plan.make_plan` fills."""
+        return max(1, self.blocks_per_sm * gpu.num_sms // kv_heads)
+
+
+def refusals(shape: Shape, gpu: Gpu) -> list[str]:
+    """Why no kernel can serve a model on a GPU, each with its reason; empty if one can."""
+    checks = (
+        (gpu.capability >= (8, 0), f"the GPU has compute capability {gpu.capability}; the kernels need 8.0 or later"),
+        (shape.page in PAGES, f"pages of {shape.page} tokens; the kernels serve {PAGES}: set block_size"),
+        (shape.dtype in DTYPES, f"dtype {shape.dtype}; the kernels serve {DTYPES}"),
+        (shape.head_size <= LARGEST_HEAD, f"heads of {shape.head_size}; the kernels serve up to {LARGEST_HEAD}"),
+        (shape.head_size % 8 == 0, f"heads of {shape.head_size}; the kernels need a multiple of 8"),
+        (
+            shape.kv_dtype in (shape.dtype, FP8),
+            f"a KV cache of {shape.kv_dtype}; the kernels serve {shape.dtype} and {FP8}: set kv_cache_dtype",
+        ),
+        (
+            shape.kv_dtype != FP8 or gpu.capability >= (8, 9),
+            "an fp8 KV cache needs compute capability 8.9 or later: set kv_cache_dtype",
+        ),
+    )
+    return [reason for passed, reason in checks if not passed]
+
+
+def kernel_for(shape: Shape, gpu: Gpu | None) -> Kernel:
+    """The fastest kernel that serves a model; without a GPU, `sdpa`."""
+    if gpu is None:
+        return "sdpa"
+    served = (
+        gpu.capability == (9, 0)
+        and shape.head_size in hopper.HEAD_SIZES
+        and shape.group <= 128
+        and shape.dtype in (torch.bfloat16, torch.float16)
+        and shape.kv_dtype == shape.dtype
+        and shape.rotary_dim > 0
+        and shape.heads_side_by_side
+    )
+    return "hopper" if served else "portable"
+
+
+def variants(shape: Shape, gpu: Gpu) -> dict[str, Variant]:
+    """All variants that `choose` may pick, by name."""
+    found = _hopper_variants(shape) if kernel_for(shape, gpu) == "hopper" else _portable_variants(shape, gpu)
+    return {variant.name: variant for variant in found}
+
+
+def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, ragged: bool = True) -> Variant:
+    """The variant for a step.
+
+    Args:
+        shape: of the model.
+        gpu: it runs on.
+        num_rows: requests of the step.
+        most_queries: query tokens of the largest of them.
+        ragged: many tiles of 128 tokens would be partly empty (`padding`).
+    """
+    found = variants(shape, gpu)
+    few = most_queries * shape.group <= 64
+    if kernel_for(shape, gpu) == "portable":
+        return found["few" if few else "many"]
+    if few and most_queries == 1 and num_rows >= MANY_ROWS:
+        return found["decode"]
+    if few and num_rows < MANY_ROWS:
+        return found["few"]
+    return found["ragged" if ragged else "whole"]
+
+
+MANY_ROWS = 17
+"""From so many rows on, decode fills an SM with two small blocks and not with one large one.
+
+H200, 10 x 2048 tokens, 8 key heads, time over that of FA3: one large block 0.85 at 1 row; two small ones 0.91 at 1,
+0.99 at 8, 1.00 at 32 rows. In between the two were not compared yet; `kernels.bench` prints both.
+"""
+
+RAGGED = 1.06
+"""Share of padded columns from which two tiles of 64 a step are taken instead of one of 128."""
+
+
+def padding(lengths: list[int], tile: int = 128) -> float:
+    """Columns of whole tiles over tokens, for segments of these lengths."""
+    return sum(-(-n // tile) * tile for n in lengths) / max(1, sum(lengths))
+
+
+def _hopper_variants(shape: Shape) -> list[Variant]:
+    group, page = shape.group, shape.page
+    # Turns from shared memory need room for the raw query and know whole heads of NeoX pairs only.
+    raw = shape.neox and shape.rotary_dim == shape.head_size
+    large = [
+        Variant("whole", Tiling(group, 128, 128, page), 1, hopper.Launch(stages=2, raw=raw)),
+        Variant("ragged", Tiling(group, 128, 64, page), 1, hopper.Launch(stages=2, halves=2, raw=raw)),
+    ]
+    if group > 64:
+        return large
+    return [
+        Variant("decode", Tiling(group, 64, 64, page), 2, hopper.Launch(stages=3, max_registers=128)),
+        Variant("few", Tiling(group, 64, 128, page), 1, hopper.Launch(stages=3, max_registers=255)),
+        *large,
+    ]
+
+
+def _portable_variants(shape: Shape, gpu: Gpu) -> list[Variant]:
+    smallest = max(16, triton.next_power_of_2(shape.group))
+    width = triton.next_power_of_2(shape.head_size)
+    # Keys and values of a tile, in bytes; a query tile takes as much again in the worst case.
+    tile_bytes = 2 * 64 * width * max(shape.dtype.itemsize, shape.kv_dtype.itemsize)
+    stages = min(3, max(1, gpu.shared_bytes // tile_bytes - 1))
+    wide = max(smallest, 128 if width <= 128 else 64)
+    few = portable.Launch(num_warps=4, num_stages=stages)
+    many = portable.Launch(num_warps=8 if wide >= 128 else 4, num_stages=stages)
+    return [
+        Variant("few", Tiling(shape.group, smallest, 64, shape.page), 2, few),
+        Variant("many", Tiling(shape.group, wide, 64, shape.page), 1, many),
+    ]
+
+
+def attend(
+    variant: Variant,
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    plan: DevicePlan,
+    workspace: Workspace,
+    *,
+    scale: float,
+    turns: Tensor,
+    neox: bool = True,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Run a variant over a step that was planned for it; arguments as of `portable.attend`."""
+    if isinstance(variant.launch, portable.Launch):
+        return portable.attend(
+            query,
+            kv_cache,
+            output,
+            plan,
+            workspace,
+            scale=scale,
+            turns=turns,
+            neox=neox,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            launch=variant.launch,
+        )
+    return hopper.attend(
+        query, kv_cache, output, plan, workspace, scale=scale, turns=turns, neox=neox, launch=variant.launch
+    )

@@ -79,8 +79,8 @@ class IngestPlan:
     @property
     def settings(self) -> dict[str, str]:
         """What the store is tied to by this ingest."""
-        embedder = {"embedder": self.embedder.name, "dim": str(self.embedder.dim)} if self.embedder else {}
-        return {"tokenizer": self.splitter.tokenizer.fingerprint, **embedder}
+        embedding = {"embedding": self.embedder.name, "dim": str(self.embedder.dim)} if self.embedder else {}
+        return {"tokenizer": self.splitter.tokenizer.fingerprint, **embedding}
 
 
 @dataclass(frozen=True, slots=True)

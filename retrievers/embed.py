@@ -99,10 +99,12 @@ class SentenceTransformerEmbedder:
         try:
             self._model: Any = package.SentenceTransformer(model, local_files_only=True)
         except (OSError, ValueError) as error:
+            if Path(model).is_dir():
+                raise ConfigError(f"{model} holds no model that sentence-transformers can read.") from error
             raise ConfigError(
-                f"The embedding model {model} cannot be loaded from this machine.",
-                why=f"({type(error).__name__})",
-                fix=f"LazyRAG downloads nothing by itself. Download it (hf download {model}), or name its folder.",
+                f"The embedding model {model} is not on this machine:",
+                why="it is no folder, and Hugging Face's cache does not hold it. LazyRAG downloads nothing by itself.",
+                fix=f"Type: hf download {model}",
             ) from error
         self._model.to(getattr(torch, dtype))
         self._lock = threading.Lock()  # the model's tokenizer fails if two threads use it at once

@@ -25,12 +25,12 @@ class Searcher:
     """
 
     def __init__(self, store: Store, embedder: Embedder) -> None:
-        used = store.settings().get("embedder")
+        used = store.settings().get("embedding")
         if used != embedder.name:
             raise ConfigError(
                 f"The store in {store.directory} cannot be searched with the embedder {embedder.name!r}.",
                 why=f"Its documents were embedded with {used!r}." if used else "Its documents were never embedded.",
-                fix=f"Use --embedder {used}." if used else "Ingest them again with --embedder.",
+                fix="Use the same embedder." if used else "Ingest them again with an embedder.",
             )
         self._store = store
         self._embedder = embedder

@@ -175,7 +175,7 @@ class Store:
             db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", settings.items())
 
     def remember(self, **settings: str) -> None:
-        """Note settings that may change, such as the model of the last ingest."""
+        """Note settings that may change, such as the model of the last ingest. Their names are none of `require`'s."""
         with self._writing() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
 

@@ -82,7 +82,7 @@ class FakePackage:
         self.threads = n
 
     def SentenceTransformer(self, model, **options):
-        if model == "not/downloaded":
+        if model == "not/downloaded" or model.endswith("broken"):
             raise OSError("offline")
         self.loaded.append((model, options))
         return self
@@ -104,11 +104,14 @@ def fake(monkeypatch):
     return package
 
 
-def test_a_model_is_never_downloaded(fake):
+def test_a_model_is_never_downloaded(fake, tmp_path):
     load_embedder("org/model")
     assert fake.loaded == [("org/model", {"local_files_only": True})]
     with pytest.raises(ConfigError, match=r"downloads nothing by itself.*hf download not/downloaded"):
         load_embedder("not/downloaded")
+    (tmp_path / "broken").mkdir()
+    with pytest.raises(ConfigError, match="broken holds no model"):
+        load_embedder(str(tmp_path / "broken"))
 
 
 def test_a_model_embeds_documents_and_queries_each_in_its_way(fake):

@@ -183,7 +183,7 @@ def test_a_store_made_with_another_tokenizer_or_embedder_is_refused_before_anyth
         make_plan(store, docs.folder, splitter=Splitter(other))
     embedder = HashEmbedder()
     embedder.name = "better"
-    with pytest.raises(StoreError, match="made with embedder hash, not better"):
+    with pytest.raises(StoreError, match="made with embedding hash, not better"):
         make_plan(store, docs.folder, embedder=embedder)
 
 

@@ -23,7 +23,7 @@ def put(store, id, *texts, namespace="", pages=None):
 @pytest.fixture
 def store(tmp_path):
     with Store.open(tmp_path, create=True) as store:
-        store.require(embedder="hash")
+        store.require(embedding="hash")
         yield store
 
 
@@ -96,6 +96,6 @@ def test_the_embedder_must_be_the_one_that_the_documents_were_embedded_with(tmp_
     with Store.open(tmp_path, create=True) as store:
         with pytest.raises(ConfigError, match="never embedded"):
             Searcher(store, EMBEDDER)
-        store.require(embedder="minilm")
-        with pytest.raises(ConfigError, match="Use --embedder minilm"):
+        store.require(embedding="minilm")
+        with pytest.raises(ConfigError, match="embedded with 'minilm'"):
             Searcher(store, EMBEDDER)

@@ -1,4 +1,7 @@
+import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lazyrag.errors import ConfigError
 from lazyrag.splitter import Splitter
+from lazyrag.tokens import Tokenizer
 from lazyrag.types import Document, canonical, chunk_id
 
 PROSE = (
@@ -61,6 +65,9 @@ class BpeTokenizer:
 
 
 BPE = BpeTokenizer()
+ROOT = Path(__file__).parents[2]
+MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", ROOT / ".models" / "smollm2-135m-fp32"))
+DATA = Path(os.environ.get("LAZYRAG_TEST_DATA", ROOT.parent / "shared" / "data"))
 texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=600),
     st.lists(
@@ -217,3 +224,21 @@ def test_the_recipe_changes_with_whatever_changes_the_chunks():
 def test_sizes_that_do_not_go_together_are_refused(settings):
     with pytest.raises(ConfigError, match=r"chunk_size is|overlap is"):
         Splitter(WordTokenizer(), **settings)
+
+
+@pytest.mark.skipif(not (MODEL / "tokenizer.json").exists(), reason="no model: python examples/models.py makes one")
+@pytest.mark.skipif(not DATA.is_dir(), reason="no real passages: set LAZYRAG_TEST_DATA to a folder of .jsonl files")
+def test_real_passages_are_split_by_a_real_tokenizer():
+    rows = (DATA / "musique_cacheblend_80.jsonl").read_text().splitlines()
+    text = "\n\n".join(passage["text"] for row in rows[:30] for passage in json.loads(row)["docs"])
+    chunks = split(text, Tokenizer.from_folder(MODEL))
+    place = 0
+    for encoded in chunks:
+        chunk = encoded.chunk
+        assert text[chunk.start : chunk.end] == chunk.text
+        assert text[place : chunk.start].strip() == ""
+        assert len(encoded.token_ids) == chunk.num_tokens <= 256
+        place = chunk.end
+    assert text[place:].strip() == ""
+    # Few chunks are much shorter than they may be: a short one is a request for little reuse.
+    assert sum(encoded.chunk.num_tokens >= 128 for encoded in chunks) > 0.9 * len(chunks)

@@ -136,7 +136,7 @@ def variants(shape: Shape, gpu: Gpu) -> dict[str, Variant]:
     return {variant.name: variant for variant in found}
 
 
-def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, ragged: bool = True) -> Variant:
+def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, padded: float = 2.0) -> Variant:
     """The variant for a step.
 
     Args:
@@ -144,7 +144,7 @@ def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, ragged: 
         gpu: it runs on.
         num_rows: requests of the step.
         most_queries: query tokens of the largest of them.
-        ragged: many tiles of 128 tokens would be partly empty (`padding`).
+        padded: `padding` of the step's segments, if it is known.
     """
     found = variants(shape, gpu)
     few = most_queries * shape.group <= 64
@@ -154,7 +154,7 @@ def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, ragged: 
         return found["decode"]
     if few and num_rows < MANY_ROWS:
         return found["few"]
-    return found["ragged" if ragged else "whole"]
+    return found["ragged" if padded > RAGGED else "whole"]
 
 
 MANY_ROWS = 17

@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lazyrag.kernels.checks import check_paged_attention
-from lazyrag.kernels.plan import SUFFIX, DevicePlan
+from lazyrag.kernels.plan import SUFFIX, DevicePlan, Tiling
 from lazyrag.kernels.portable import LOG2_E
 from lazyrag.kernels.reduce import Workspace, merge
 
@@ -650,7 +650,7 @@ def attend(
         scale * LOG2_E,
         query.stride(0),
         output.stride(0),
-        **constants(plan, head_size, rotary_dim, neox, launch),
+        **constants(tiling, head_size, rotary_dim, neox, launch, early=plan.num_slots > 0),
         num_warps=4,
         maxnreg=launch.max_registers,
     )
@@ -672,9 +672,10 @@ def describe_turns(turns: Tensor) -> TensorDescriptor:
     return TensorDescriptor(turns, [lines, width], [width, 1], [1, width], gl.NVMMASharedLayout(0, 32, rank=2))
 
 
-def constants(plan: DevicePlan, head_size: int, rotary_dim: int, neox: bool, launch: Launch) -> dict[str, object]:
-    """The values that a variant of the kernel is compiled for."""
-    tiling = plan.tiling
+def constants(
+    tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launch: Launch, *, early: bool
+) -> dict[str, object]:
+    """The values that a variant of the kernel is compiled for; `early`: let the merge start early."""
     return {
         "GROUP": tiling.group,
         "BLOCK_M": tiling.block_m,
@@ -687,5 +688,5 @@ def constants(plan: DevicePlan, head_size: int, rotary_dim: int, neox: bool, lau
         "HALVES": launch.halves,
         "RAW": launch.raw,
         "REGISTERS": launch.registers,
-        "EARLY": plan.num_slots > 0,
+        "EARLY": early,
     }

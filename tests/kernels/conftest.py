@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -12,12 +13,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> Iterator[Callable[..., object]]:
-    """Call a function in a process where Triton interprets kernels: Triton decides that once, when it is imported."""
+@contextmanager
+def process(**environment: str | None) -> Iterator[Callable[..., object]]:
+    """Call functions in another process, started with this environment (None: unset)."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("TRITON_INTERPRET", "1")
-            environment.setenv("OMP_NUM_THREADS", "1")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {"OMP_NUM_THREADS": "1", **environment}.items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
             pool.submit(os.getpid).result()
         yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[..., object]]:
+    """Call a function where Triton interprets kernels: Triton decides that once in a process, when it is imported."""
+    with process(TRITON_INTERPRET="1") as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[Callable[..., object]]:
+    """Call a function where Triton compiles kernels."""
+    with process(TRITON_INTERPRET=None) as call:
+        yield call

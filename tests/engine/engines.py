@@ -37,12 +37,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer: its tokens, the returned log-probabilities of each, and the scheduler's report."""
+    """An answer: its tokens, the returned log-probabilities of each, and the scheduler's report or error."""
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
     num_cached_tokens: int
     report: wire.WireReport | None
+    error: Exception | None
 
 
 class Engine:
@@ -104,9 +105,10 @@ class Engine:
         return [
             Result(
                 list(o.outputs[0].token_ids),
-                [{t: lp.logprob for t, lp in step.items()} for step in o.outputs[0].logprobs],
+                [{t: lp.logprob for t, lp in step.items()} for step in o.outputs[0].logprobs or ()],
                 o.num_cached_tokens,
                 wire.report_from_params(o.kv_transfer_params),
+                wire.error_from_params(o.kv_transfer_params),
             )
             for o in outputs
         ]

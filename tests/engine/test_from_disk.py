@@ -12,13 +12,16 @@ from lazyrag.backend.engine import Delta, Request, Sampling, generate
 from lazyrag.backend.local import LocalEngine
 from lazyrag.types import Segment
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:`torch")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:`torch"),
+]
 
 NUM_TOKENS = 12
 
 
 def start(model: Path, root: Path, mode: str) -> LocalEngine:
-    """An engine whose core runs in a process of its own."""
+    """An engine whose core runs in a process of its own, with NaN wherever nothing may be read."""
     return LocalEngine(
         str(model),
         mode=mode,
@@ -28,7 +31,12 @@ def start(model: Path, root: Path, mode: str) -> LocalEngine:
         kv_cache_bytes=1 << 26,
         kv_root=root,
         debug=True,
-        engine_args={"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+        engine_args={
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "worker_cls": "poison.PoisonedWorker",
+        },
     )
 
 
@@ -52,7 +60,7 @@ def ask(engine: LocalEngine, *prompts: Prompt, namespace: str = "") -> list[Delt
 
 def check(oracle: Oracle, prompt: Prompt, answer: Delta) -> None:
     assert len(answer.token_ids) == NUM_TOKENS
-    assert_agrees(oracle, prompt, Result(list(answer.token_ids), list(answer.logprobs), 0, None))
+    assert_agrees(oracle, prompt, Result(list(answer.token_ids), list(answer.logprobs), 0, None, None))
 
 
 def flip_last_bit(file: Path) -> None:

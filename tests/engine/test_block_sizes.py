@@ -1,0 +1,21 @@
+"""The CPU backend takes every block size that vLLM offers there."""
+
+import pytest
+from engines import Config, Text
+from oracle import Prompt, Use
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [Config(f"blocks-{n}", mode="lazy", num_blocks=60, block_size=n) for n in (32, 128)],
+    ids=str,
+    indirect=True,
+)
+def test_chunks_are_reused_with_blocks_of(engine):
+    text, size = Text(11), engine.config.block_size
+    a, b, c = Use(text(37)), Use(text(128)), Use(text(200))
+    engine.check(Prompt([text(11), a, text(5), b, c, text(21)]), children=3)
+    padded = sum(-(-n // size) * size for n in (200, 37, 128))
+    engine.check(Prompt([c, text(30), a, text(5), b, text(9)]), children=0, cached=[padded])
+    head = Use(c.chunk, offset=128)
+    engine.check(Prompt([c.chunk[:128], head, text(2)]), Prompt([text(50)]), children=0)

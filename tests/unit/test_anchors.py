@@ -59,6 +59,16 @@ def test_a_long_run_of_one_character_takes_bounded_work(monkeypatch: pytest.Monk
     assert len(index.candidates("-" * 20_000).chunk_ids) <= 1000
 
 
+def test_an_anchor_that_many_share_proposes_no_cut_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would have to be compared with the text, and at most one of them is meant."""
+    texts = ["-" * n for n in range(MIN_CHARS, MIN_CHARS + 10)]
+    text = "-" * (MIN_CHARS + 4)
+    assert len(found(index_of(*texts), text, whole=False)) > 10
+    monkeypatch.setattr(anchors, "MAX_SHARED", 5)
+    assert found(index_of(*texts), text, whole=False) == set()
+    assert {id for id, _ in found(index_of(*texts), text)} == {chunk_id(text) for text in texts[:5]}
+
+
 def test_chunks_below_the_minimum_are_reported() -> None:
     index = AnchorIndex()
     short, long = "x" * (MIN_CHARS - 1), "y" * MIN_CHARS

@@ -214,6 +214,35 @@ def test_any_content_is_told_from_the_template(contents: list[str]) -> None:
         assert [text.strip() for text in shown] == [content.strip() for content in given_]
 
 
+STRIPPING: dict[str, Callable[[str], str]] = {
+    "m.content": str,
+    "m.content.strip()": str.strip,
+    "m.content.rstrip()": str.rstrip,
+    "m.content.lstrip()": str.lstrip,
+    "m.content.strip('\\n')": lambda text: text.strip("\n"),
+    "m.content.rstrip('\\n')": lambda text: text.rstrip("\n"),
+    "m.content.lstrip('\\n')": lambda text: text.lstrip("\n"),
+}
+
+
+@pytest.mark.parametrize("expression", STRIPPING)
+def test_templates_may_strip_contents(expression: str) -> None:
+    content = "\n \ta\n b\t \n\n"
+    source = "{% for m in messages %}<s>{{ " + expression + " }}</s>{% endfor %}"
+    rendered = ChatTemplate(source).render([Message("user", content)] * 2)
+    assert not rendered.fallback
+    assert [piece.kind for piece in rendered.pieces] == [TEMPLATE, CONTENT, TEMPLATE, CONTENT, TEMPLATE]
+    assert {piece.text for piece in rendered.pieces if piece.kind == CONTENT} == {STRIPPING[expression](content)}
+
+
+@pytest.mark.parametrize("ensure_ascii", [False, True])
+def test_templates_may_write_contents_as_json(ensure_ascii: bool) -> None:
+    content = 'He said "hi"\n漢字'
+    source = "<s>{{ messages[0].content | tojson(ensure_ascii=flag) }}</s>"
+    rendered = ChatTemplate(source).render([Message("user", content)], variables={"flag": ensure_ascii})
+    assert rendered.pieces[1] == TextPiece(json.dumps(content, ensure_ascii=ensure_ascii)[1:-1], CONTENT)
+
+
 def test_json_in_templates_keeps_contents_apart() -> None:
     result = 'He said "hi" </s>\nand left.'
     messages = [Message("user", "x"), Message("tool", result, tool_call_id="abc")]

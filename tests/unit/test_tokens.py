@@ -184,6 +184,15 @@ def test_added_spaces_and_words_stay_text(specs: dict[str, dict[str, Any]]) -> N
     assert not {"    ", "insulin"} & set(tokenizer.control_tokens)
 
 
+def test_tokens_that_only_the_config_names_are_control_tokens(specs: dict[str, dict[str, Any]]) -> None:
+    spec = copy.deepcopy(specs["byte-level"])
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "<|im_end|>"]
+    tokenizer = Tokenizer(spec, {"eos_token": "<|im_end|>", "pad_token": "<|not in the vocabulary|>"})
+    assert tokenizer.encode_template("<|im_end|>") == [tokenizer.eos_id]
+    assert tokenizer.eos_id not in tokenizer.encode_plain("<|im_end|>")
+    assert "<|not in the vocabulary|>" not in tokenizer.control_tokens
+
+
 def test_truncation_saved_with_a_tokenizer_is_off(specs: dict[str, dict[str, Any]]) -> None:
     spec = copy.deepcopy(specs["byte-level"])
     spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}

@@ -516,11 +516,9 @@ def _attend(
     HALVES: gl.constexpr,
     RAW: gl.constexpr,
     REGISTERS: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """One slice of one query tile for one key head."""
-    if EARLY:
-        gdc_launch_dependents()  # the merge may be put in place; it waits for our end
+    gdc_launch_dependents()  # the merge may be put in place; it waits for our end
     head, kv_heads = gl.program_id(0), gl.num_programs(0)
     item = work + gl.program_id(1) * 6
     q0, nq = gl.load(item), gl.load(item + 1)
@@ -650,11 +648,11 @@ def attend(
         scale * LOG2_E,
         query.stride(0),
         output.stride(0),
-        **constants(tiling, head_size, rotary_dim, neox, launch, early=plan.num_slots > 0),
+        **constants(tiling, head_size, rotary_dim, neox, launch),
         num_warps=4,
         maxnreg=launch.max_registers,
     )
-    merge(output, plan, workspace, kv_heads, early=plan.num_slots > 0)
+    merge(output, plan, workspace, kv_heads, early=True)
     return output
 
 
@@ -672,10 +670,8 @@ def describe_turns(turns: Tensor) -> TensorDescriptor:
     return TensorDescriptor(turns, [lines, width], [width, 1], [1, width], gl.NVMMASharedLayout(0, 32, rank=2))
 
 
-def constants(
-    tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launch: Launch, *, early: bool
-) -> dict[str, object]:
-    """The values that a variant of the kernel is compiled for; `early`: let the merge start early."""
+def constants(tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launch: Launch) -> dict[str, object]:
+    """The values that a variant of the kernel is compiled for."""
     return {
         "GROUP": tiling.group,
         "BLOCK_M": tiling.block_m,
@@ -688,5 +684,4 @@ def constants(
         "HALVES": launch.halves,
         "RAW": launch.raw,
         "REGISTERS": launch.registers,
-        "EARLY": early,
     }

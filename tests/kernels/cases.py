@@ -240,19 +240,27 @@ class Tile:
     fixed: bool = False
 
 
-def solve(problem: Problem, size: Tile, attend: Callable[..., Tensor], repeats: int = 2) -> Tensor:
-    """Plan the problem and run a kernel over it, twice: what the first run left behind must not matter."""
-    # Imported here: the interpreter's process says first that Triton shall be interpreted.
-    from lazyrag.kernels.plan import Capacity, Context, DevicePlan, Row, Tiling, make_plan, turn_table
-    from lazyrag.kernels.reduce import Workspace
+def plan_rows(case: Case):
+    """The case's requests as rows of a plan, and the shift of each line of their table of rotations."""
+    from lazyrag.kernels.plan import Context, Row
 
-    case, device = problem.case, problem.query.device
     rows, shifts = [], [0]
     for r, request in enumerate(case.requests):
         segments = [(columns(case, r, s)[0], n, seen) for s, (n, _, seen) in enumerate(request.segments)]
         context = Context.of(segments, columns(case, r, len(segments))[0])
         rows.append(Row(request.queries, request.suffix, context, len(shifts)))
         shifts += [shift for _, shift, _ in request.segments]
+    return rows, shifts
+
+
+def solve(problem: Problem, size: Tile, attend: Callable[..., Tensor], repeats: int = 2) -> Tensor:
+    """Plan the problem and run a kernel over it, twice: what the first run left behind must not matter."""
+    # Imported here: the interpreter's process says first that Triton shall be interpreted.
+    from lazyrag.kernels.plan import Capacity, DevicePlan, Tiling, make_plan, turn_table
+    from lazyrag.kernels.reduce import Workspace
+
+    case, device = problem.case, problem.query.device
+    rows, shifts = plan_rows(case)
     plan = make_plan(rows, Tiling(case.group, size.block_m, size.tile, case.page), size.slots)
     more = 3 if size.fixed else 0
     capacity = Capacity(*(getattr(plan.size, name) + more for name in Capacity.__slots__))
@@ -264,9 +272,10 @@ def solve(problem: Problem, size: Tile, attend: Callable[..., Tensor], repeats: 
         workspace.part.fill_(float("nan"))
         workspace.stat.fill_(float("nan"))
         out = torch.full_like(problem.query, float("nan"), memory_format=torch.contiguous_format)
-        kwargs = {"turns": turn_table(problem.rope, shifts).to(device), "neox": case.neox}
         if case.alibi:
             kwargs = {"alibi": alibi(problem, on_device, plan)}
+        else:
+            kwargs = {"turns": turn_table(problem.rope, shifts).to(device), "neox": case.neox}
         if case.fp8:
             kwargs |= {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
         outs.append(attend(problem.query, problem.kv_cache, out, on_device, workspace, scale=problem.scale, **kwargs))
@@ -298,11 +307,16 @@ def alibi(problem: Problem, on_device, plan):
 
 
 def check_portable(case: Case, size: Tile) -> None:
+    """The portable kernel is right about a case."""
     from lazyrag.kernels import portable
 
     problem = make_problem(case)
-    out = solve(problem, size, portable.attend)
-    answer = exact(problem)
+    check(problem, solve(problem, size, portable.attend))
+
+
+def check(problem: Problem, out: Tensor) -> None:
+    """An answer is right."""
+    case, answer = problem.case, exact(problem)
     num_keys = max(sum(request.lengths) for request in case.requests)
     assert_close(out, answer, answer if case.alibi else plain(problem), num_keys)
 

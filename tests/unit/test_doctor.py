@@ -61,12 +61,6 @@ def test_quick_checks_import_neither_torch_nor_vllm(model: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_a_local_engine_vllm_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, {})
-    found = rows(Config(base_url="http://localhost:8000"))
-    assert found["vllm"].status == found["torch"].status == "ok"
-
-
 def test_a_plugin_that_is_switched_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     plugin = rows()["plugin"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -32,14 +33,14 @@ class Child:
         key: hash of the segment's last block, by which requests in flight share the child.
         block_hashes: of the chunk's blocks.
         first_block: index of the first of them in the child's block table.
-        loading: set by the scheduler when the child is allocated: a connector loads KV for it.
+        is_loaded: a connector loads KV for it; set by the scheduler when the child is given blocks.
     """
 
     request_id: str
     key: BlockHash
     block_hashes: list[BlockHash]
     first_block: int
-    loading: bool = False
+    is_loaded: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -80,8 +81,8 @@ class LazyRequest:
             if child is None:
                 sources.append(HBM if self.resident[i] else COMPUTED)
             else:
-                sources.append(DISK if child.loading else COMPUTED)
-        loaded = sum(child.loading for child in self.asked)
+                sources.append(DISK if child.is_loaded else COMPUTED)
+        loaded = sum(child.is_loaded for child in self.asked)
         return {
             "sources": sources,
             "cached_suffix_tokens": self.cached_suffix_tokens or 0,
@@ -111,6 +112,8 @@ class RequestMaker:
         self._stock_hasher = get_request_block_hasher(block_size, hash_function)
         self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
         self._num_made = 0
+        # Not to be guessed: a refused request is known by its id until its error is out.
+        self._id_prefix = f"{wire.CHILD_PREFIX}{secrets.token_hex(8)}-"
 
     def rewrite(self, request: Request) -> LazyRequest | None:
         """Turn a client's request into a lazy one, in place; None if it asks for no reuse.
@@ -174,7 +177,7 @@ class RequestMaker:
         # vLLM computes at least the last token of a prompt: with one more, all the chunk's blocks can be loaded.
         prompt = [*padded_prefix, *tokens] + [self._pad] * self._has_connector
         request = Request(
-            request_id=f"{wire.CHILD_PREFIX}{self._num_made}",
+            request_id=f"{self._id_prefix}{self._num_made}",
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=args or None),
             pooling_params=None,

@@ -7,7 +7,7 @@ and V of a step before it attends.
 
 Three rules keep the cache clean:
  - a lazy request computes suffix tokens only (the gate, and `_allocate` as the fail-safe behind it);
- - while a connector loads a chunk, nobody but its child may count on it: a load can fail after the forward pass;
+ - what a connector loads stays without hashes, invisible to others, until the load has succeeded;
  - pins hold what is resident until the request runs (`pins`).
 """
 
@@ -226,14 +226,8 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
         self._failures[request_id] = error
 
     def _missing(self, lazy: LazyRequest, indices: Iterable[int]) -> list[int]:
-        """Which of these segments have a block that is not resident, or that a connector is still loading."""
-        loading = {h for child in self._children.values() if child.loading for h in child.block_hashes}
-        missing = []
-        for i in indices:
-            hashes = lazy.hashes_of(lazy.layout.segments[i])
-            if None in self._pins.cached(hashes) or not loading.isdisjoint(hashes):
-                missing.append(i)
-        return missing
+        """Which of these segments have a block that is not resident."""
+        return [i for i in indices if None in self._pins.cached(lazy.hashes_of(lazy.layout.segments[i]))]
 
     def _forget_finished(self) -> None:
         for request_id in [i for i in self._lazy if i not in self.requests]:
@@ -336,12 +330,14 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
         """`KVCacheManager.allocate_slots` of this engine, with the fail-safe."""
         lazy, child = self._lazy.get(request.request_id), self._children.get(request.request_id)
         starts = request.num_computed_tokens == 0
-        if lazy is not None and starts:
-            # Segment tokens are never computed or loaded inside a request that only uses them.
-            loads_itself = num_external_computed_tokens > 0 and child is None
-            if num_new_computed_tokens < lazy.layout.suffix_start or loads_itself:
-                self._counters.fail_safe += 1
-                return None
+        # Segment tokens are never computed or loaded inside a request that only uses them. What is loaded must be what
+        # vLLM calls an asynchronous load, whose blocks are found by others after it has succeeded.
+        computes_segments = starts and lazy is not None and num_new_computed_tokens < lazy.layout.suffix_start
+        shows_loads = num_external_computed_tokens > 0 and (child is None or not kwargs.get("delay_cache_blocks"))
+        if computes_segments or shows_loads:
+            self._counters.fail_safe += 1
+            self._refused_when_idle |= not self.running
+            return None
         blocks = self._stock_allocate(
             request,
             num_new_tokens,
@@ -355,7 +351,7 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
             self._refused_when_idle |= not self.running
         elif starts:
             if child is not None:
-                child.loading = num_external_computed_tokens > 0
+                child.is_loaded = num_external_computed_tokens > 0
             if lazy is not None and lazy.cached_suffix_tokens is None:
                 lazy.cached_suffix_tokens = num_new_computed_tokens - lazy.layout.suffix_start
         return blocks
@@ -363,7 +359,9 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
     def _after_schedule(self, output: SchedulerOutput) -> None:
         for request_id in output.num_scheduled_tokens:
             self._pins.release(request_id)
-        stuck = self._refused_when_idle and not output.total_num_scheduled_tokens and not self.running
+        loading = any(self.requests[request_id].num_computed_tokens for request_id in self._children)
+        busy = output.total_num_scheduled_tokens or self.running or loading
+        stuck = self._refused_when_idle and not busy
         self._num_stuck = self._num_stuck + 1 if stuck else 0
         if self._num_stuck > _MAX_STUCK_STEPS:
             self._fail_oldest()
@@ -400,8 +398,8 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
                 self._unloadable.add(child.key)
             else:
                 self._unloadable.discard(child.key)
-                self._counters.children_loaded += child.loading
-                self._counters.children_computed += not child.loading
+                self._counters.children_loaded += child.is_loaded
+                self._counters.children_computed += not child.is_loaded
 
     def _check(self) -> None:
         """Assert the invariants; debug mode only."""

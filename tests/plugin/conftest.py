@@ -35,7 +35,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -143,7 +143,6 @@ class Running:
     segments: list[tuple[int, int]]  # (first block, valid tokens) of each chunk item
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
-    num_padded: int = 0
 
     def expected(self, position: int) -> int | None:
         """The meaning of the KV at a physical position; None for a pad."""
@@ -179,13 +178,11 @@ class Running:
 class Runner:
     """Executes scheduler outputs in order."""
 
-    def __init__(self, prompts: dict[str, Prompt]) -> None:
+    def __init__(self, prompts: dict[str, Prompt], requests: dict[str, Request]) -> None:
         self.prompts = prompts
+        self.requests = requests
         self.kv: dict[tuple[int, int], int | None] = {}
         self.running: dict[str, Running] = {}
-        self.broken_loads: set[str] = set()
-        self.loads: dict[str, tuple[int, int]] = {}
-        self.num_computed_of_chunks = 0
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         for request_id in output.finished_req_ids:
@@ -203,20 +200,18 @@ class Runner:
             computed[request_id] = cached.num_computed_tokens[i]
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        invalid = self._load(computed)
         for request_id, n in output.num_scheduled_tokens.items():  # every layer writes before it attends
             self._write(self.running[request_id], computed[request_id], n)
         sampled = []
         for request_id, n in output.num_scheduled_tokens.items():
             request, end = self.running[request_id], computed[request_id] + n
-            sound = self._read(request_id, request, computed[request_id], invalid)
-            sampled.append([self._sample(request)] if end == len(request.token_ids) and sound else [])
+            self._read(request_id, request, computed[request_id])
+            sampled.append([self._sample(request)] if end == len(request.token_ids) else [])
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid) if invalid else None,
         )
 
     def _start(self, new: Any) -> Running:
@@ -236,8 +231,6 @@ class Runner:
                     ("text", tuple(token_ids[num_blocks * BLOCK :])),
                 ]
                 running = Running(owner, items, num_blocks * BLOCK, [(0, num_tokens)], token_ids)
-            child = args.get(wire.CHILD)
-            running.num_padded = len(token_ids) - child["first_token"] - child["num_tokens"] if child else 0
         else:
             given = self.prompts[new.req_id]
             segments = [(s[0], s[2]) for s in layout["segments"]] if layout else []
@@ -259,30 +252,11 @@ class Runner:
             assert position >= request.suffix_start, "a segment's token is computed inside a request that uses it"
             self.kv[self._slot(request, position)] = request.expected(position)
 
-    def _load(self, computed: dict[str, int]) -> set[int]:
-        """What the connector was told to load for requests that start now: right meaning, or garbage and a report."""
-        invalid = set()
-        for request_id, (start, end) in self.loads.items():
-            if request_id not in computed:
-                continue
-            request = self.running[request_id]
-            for position in range(start, end):
-                broken = request_id in self.broken_loads
-                self.kv[self._slot(request, position)] = -1 if broken else request.expected(position)
-                if broken:
-                    invalid.add(self._slot(request, position)[0])
-        self.loads = {i: span for i, span in self.loads.items() if i not in computed}
-        return invalid
-
-    def _read(self, request_id: str, request: Running, num_computed: int, invalid: set[int]) -> bool:
-        sound = True
+    def _read(self, request_id: str, request: Running, num_computed: int) -> None:
         for position in range(num_computed):
             expected, slot = request.expected(position), self._slot(request, position)
-            if expected is None or self.kv.get(slot) == expected:
-                continue
-            assert slot[0] in invalid, f"{request_id} reads the wrong KV at {position} (block {slot[0]})"
-            sound = False
-        return sound
+            if expected is not None:
+                assert self.kv.get(slot) == expected, f"{request_id} reads the wrong KV at {position} (block {slot[0]})"
 
     def _sample(self, request: Running) -> int:
         token = 3 + request.expected(len(request.token_ids) - 1) % 500  # type: ignore[operator]
@@ -302,10 +276,10 @@ class Engine:
         *,
         mode: str = "lazy",
         is_async: bool = False,
+        scheduler_class: type | None = None,
         num_blocks: int = 200,
         max_num_seqs: int = 16,
         budget: int = 256,
-        connector: type | None = None,
         **config: Any,
     ) -> None:
         vllm_config = make_config(
@@ -315,7 +289,8 @@ class Engine:
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(BLOCK, hash_function)
-        scheduler_class = LazyAsyncScheduler if is_async else LazyScheduler
+        if scheduler_class is None:
+            scheduler_class = LazyAsyncScheduler if is_async else LazyScheduler
         self.scheduler = scheduler_class(
             vllm_config=vllm_config,
             kv_cache_config=make_pool(num_blocks),
@@ -325,8 +300,7 @@ class Engine:
             log_stats=True,
         )
         self.prompts: dict[str, Prompt] = {}
-        self.runner = Runner(self.prompts)
-        self.runner.requests = self.scheduler.requests
+        self.runner = Runner(self.prompts, self.scheduler.requests)
         self.max_in_flight = 2 if is_async else 1
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.steps: list[dict[str, int]] = []
@@ -460,7 +434,7 @@ def make_config(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0
         ),
         "scheduler_config": SchedulerConfig(
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=min(max_num_seqs, budget),
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
             enable_chunked_prefill=True,

@@ -5,32 +5,564 @@ from __future__ import annotations
 import random
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
-PRE, SEP, QUESTION = range(10, 21), range(30, 35), range(40, 49)
+from lazyrag.backend import wire
+from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
+
+PRE, SEP, QUESTION, OTHER = range(10, 21), range(30, 35), range(40, 49), range(60, 71)
+PREAMBLE, ALIGNED_PREAMBLE = range(500, 507), range(510, 518)
 
 
 @pytest.fixture(scope="session")
 def docs(lib):
     rng = random.Random(1)
-    return [lib.Chunk(tuple(rng.randrange(100, 600) for _ in range(n))) for n in (9, 16, 1, 13, 22, 4, 31)]
+    return [lib.Chunk(tuple(rng.randrange(100, 500) for _ in range(n))) for n in (9, 16, 1, 13, 22, 4, 31)]
 
 
-def test_cold_request_computes_every_chunk_once_and_itself_in_one_step(new_engine, lib, docs):
+# ---------------------------------------------------------------- cold and hot
+
+
+def test_a_cold_request_and_its_children_run_in_one_step(new_engine, lib, docs):
     engine = new_engine()
     (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], SEP, docs[2], QUESTION))
     assert answer.right
     assert answer.sources == ["computed"] * 3
+    assert answer.report["children_computed"] == 3
     assert engine.children == 3
     assert answer.request_id in engine.steps[0]
     assert len(engine.steps[0]) == 4
 
 
-def test_hot_request_computes_its_literals_only(new_engine, lib, docs):
+def test_a_hot_request_computes_its_literals_only(new_engine, lib, docs):
     engine = new_engine()
     engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION))
     first = len(engine.steps)
-    (answer,) = engine.generate(lib.prompt(range(60, 70), docs[1], SEP, docs[0], QUESTION))
+    (answer,) = engine.generate(lib.prompt(OTHER, docs[1], SEP, docs[0], QUESTION))
     assert answer.right
     assert answer.sources == ["hbm", "hbm"]
+    assert answer.report["children_computed"] == 0
     assert engine.children == 2
-    assert engine.steps[first] == {answer.request_id: 10 + len(SEP) + len(QUESTION)}
+    assert engine.steps[first] == {answer.request_id: len(OTHER) + len(SEP) + len(QUESTION)}
+
+
+def test_the_report_counts_cached_suffix_tokens(new_engine, lib, docs):
+    engine = new_engine()
+    given = lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION)
+    first, second = engine.generate(given)[0], engine.generate(given)[0]
+    assert first.report["cached_suffix_tokens"] == 0
+    assert second.report["cached_suffix_tokens"] == (len(PRE) + len(SEP) + len(QUESTION) - 1) // lib.BLOCK * lib.BLOCK
+    assert second.token_ids == first.token_ids
+
+
+def test_mixed_sources_are_told_apart(new_engine, lib, docs):
+    engine = new_engine()
+    engine.generate(lib.prompt(docs[1], QUESTION))
+    (answer,) = engine.generate(lib.prompt(docs[0], docs[1], docs[2], QUESTION))
+    assert answer.right
+    assert answer.sources == ["computed", "hbm", "computed"]
+
+
+def test_shapes_of_prompts(new_engine, lib, docs):
+    one = range(90, 91)
+    engine = new_engine()
+    shapes = [
+        lib.prompt(docs[0], docs[1], docs[2], QUESTION),
+        lib.prompt(docs[3], docs[3], QUESTION),
+        lib.prompt(docs[3], SEP, docs[3], docs[3], one),
+        lib.prompt(one, docs[0], one, docs[1], one),
+        lib.prompt(docs[1], QUESTION),
+        lib.prompt(docs[5], docs[2], docs[5], one),
+        lib.prompt(PRE, QUESTION),
+    ]
+    assert all(answer.right for answer in engine.generate(*shapes))
+    assert all(answer.right for given in shapes for answer in engine.generate(given))
+    assert engine.children == 5
+
+
+def test_an_aligned_first_chunk_shares_blocks_with_ordinary_prompts_in_both_directions(new_engine, lib, docs):
+    engine = new_engine()
+    aligned, text = docs[1], tuple(range(200, 212))
+    engine.generate(lib.prompt(aligned, text, docs[0], QUESTION))
+    first = len(engine.steps)
+    (ordinary,) = engine.generate(lib.prompt(aligned.tokens + text + tuple(OTHER)))
+    assert ordinary.right
+    assert engine.steps[first] == {ordinary.request_id: len(OTHER)}
+    engine.generate(lib.prompt(docs[4].tokens + (5, 6)))
+    (lazy,) = engine.generate(lib.prompt(lib.Chunk(docs[4].tokens[:20]), QUESTION))
+    assert lazy.right
+    assert lazy.sources == ["hbm"]
+
+
+def test_a_padded_chunk_is_not_the_prompt_with_its_pads_spelled_out(new_engine, lib, docs):
+    engine = new_engine()
+    pads = (1,) * (-len(docs[0].tokens) % lib.BLOCK)
+    answers = [
+        engine.generate(lib.prompt(docs[0], QUESTION))[0],
+        engine.generate(lib.prompt(docs[0].tokens + pads + tuple(QUESTION)))[0],
+        engine.generate(lib.prompt(lib.Chunk(docs[0].tokens + pads), QUESTION))[0],
+    ]
+    assert all(answer.right for answer in answers)
+    assert engine.children == 1
+
+
+def test_a_later_turn_reuses_text_and_answer_of_the_earlier_one(new_engine, lib, docs):
+    engine = new_engine()
+    first = engine.generate(lib.prompt(docs[0], PRE, QUESTION), max_tokens=12)[0]
+    said = tuple([*PRE, *QUESTION, *first.token_ids])
+    (second,) = engine.generate(lib.prompt(docs[0], said, docs[3], OTHER))
+    assert second.right
+    assert second.report["cached_suffix_tokens"] == (len(said) - 1) // lib.BLOCK * lib.BLOCK
+
+
+# ---------------------------------------------------------------- parts of chunks
+
+
+def test_a_segment_may_begin_at_a_later_block_of_its_chunk(new_engine, lib, docs):
+    engine = new_engine()
+    part = lib.Chunk(docs[4].tokens, offset=8)
+    cold, hot = engine.generate(lib.prompt(PRE, part, QUESTION)), engine.generate(lib.prompt(OTHER, part, SEP))
+    assert cold[0].right
+    assert cold[0].sources == ["computed"]
+    assert hot[0].right
+    assert hot[0].sources == ["hbm"]
+    (whole,) = engine.generate(lib.prompt(SEP, docs[4], QUESTION))
+    assert whole.right
+    assert whole.sources == ["hbm"]
+    assert engine.children == 1
+
+
+def test_a_segment_that_ends_at_a_block_shares_the_chunks_blocks(new_engine, lib, docs):
+    engine = new_engine()
+    engine.generate(lib.prompt(docs[6], QUESTION))
+    (answer,) = engine.generate(
+        lib.prompt(PRE, lib.Chunk(docs[6].tokens, end=20), SEP, lib.Chunk(docs[6].tokens, offset=4, end=12), QUESTION)
+    )
+    assert answer.right
+    assert answer.sources == ["hbm", "hbm"]
+
+
+def test_a_segment_that_ends_inside_a_block_is_computed_from_there(new_engine, lib, docs):
+    engine = new_engine()
+    engine.generate(lib.prompt(docs[6], QUESTION))
+    first = len(engine.steps)
+    (answer,) = engine.generate(lib.prompt(PRE, lib.Chunk(docs[6].tokens, end=22), QUESTION))
+    assert answer.right
+    assert answer.sources == ["computed"]
+    assert sorted(engine.steps[first].values()) == [lib.BLOCK, len(PRE) + len(QUESTION)]
+
+
+# ---------------------------------------------------------------- preamble
+
+
+@pytest.mark.parametrize("preamble", [PREAMBLE, ALIGNED_PREAMBLE], ids=["padded", "aligned"])
+def test_chunks_behind_a_preamble(new_engine, lib, docs, preamble):
+    engine = new_engine(mode="lazy-prefix")
+
+    def given(*parts):
+        return lib.prompt(*parts, prefix=preamble)
+
+    (cold,) = engine.generate(given(PRE, docs[0], SEP, docs[1], SEP, docs[2], QUESTION))
+    assert cold.right
+    assert cold.sources == ["computed"] * 3
+    assert engine.children == 4
+    assert cold.request_id in engine.steps[0]
+    shapes = [
+        given(PRE, docs[2], SEP, docs[0], QUESTION),
+        given(docs[0], docs[1], QUESTION),
+        given(docs[3], SEP, docs[3], QUESTION),
+        given(PRE, lib.Chunk(docs[1].tokens, offset=4, end=11), QUESTION),
+        given(QUESTION),
+        lib.prompt((*preamble, *docs[0].tokens, *QUESTION)),
+        lib.prompt(docs[0], QUESTION),
+    ]
+    assert all(answer.right for answer in engine.generate(*shapes))
+    assert all(answer.right for given in shapes for answer in engine.generate(given))
+
+
+def test_an_orphaned_child_gets_its_preamble_again(new_engine, lib, docs):
+    engine = new_engine(mode="lazy-prefix", max_num_seqs=1)
+    gone = engine.add(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
+    engine.step()  # one at a time: the preamble's child runs, the chunk's child waits for it
+    engine.abort(gone)
+    assert engine.stats["children_in_flight"] >= 1
+    while not engine.scheduler.reset_prefix_cache():
+        engine.step()
+    engine.run()
+    assert engine.stats["children_in_flight"] == 0
+    (answer,) = engine.generate(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
+    assert answer.right
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def test_requests_in_flight_share_children(new_engine, lib, docs):
+    engine = new_engine()
+    answers = engine.generate(
+        lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION),
+        lib.prompt(OTHER, docs[1], SEP, docs[3], QUESTION),
+        lib.prompt(docs[3], docs[0], QUESTION),
+    )
+    assert all(answer.right for answer in answers)
+    assert engine.children == 3
+    assert [answer.report["children_computed"] for answer in answers] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+def test_salts_never_share(new_engine, lib, docs, mode):
+    engine = new_engine(mode=mode)
+    prefix = PREAMBLE if mode == "lazy-prefix" else ()
+    for salt in (None, "x", "y"):
+        before = engine.children
+        (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION, prefix=prefix, salt=salt))
+        assert answer.right
+        assert answer.sources == ["computed", "computed"]
+        assert engine.children - before == 2 + bool(prefix)
+    (answer,) = engine.generate(lib.prompt(OTHER, docs[1], QUESTION, prefix=prefix, salt="x"))
+    assert answer.sources == ["hbm"]
+
+
+def test_adapters_never_share(new_engine, lib, docs):
+    engine = new_engine()
+    for lora in (None, "one", "two"):
+        (answer,) = engine.generate(lib.prompt(PRE, docs[0], QUESTION, lora=lora))
+        assert answer.right
+        assert answer.sources == ["computed"]
+
+
+# ---------------------------------------------------------------- pressure
+
+
+def test_chunked_prefill_of_children_and_parents(new_engine, lib, docs):
+    engine = new_engine(budget=8)
+    answers = engine.generate(
+        lib.prompt(PRE, docs[6], SEP, docs[4], QUESTION), lib.prompt(OTHER), lib.prompt(docs[4], OTHER)
+    )
+    assert all(answer.right for answer in answers)
+    assert engine.children == 2
+
+
+def test_an_evicted_block_is_computed_again_and_never_by_the_request_itself(new_engine, lib, docs):
+    engine = new_engine()
+    given = lib.prompt(PRE, docs[0], SEP, docs[6], QUESTION)
+    engine.generate(given)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
+    for victim in cached:
+        pool.evict_blocks({victim})
+        (answer,) = engine.generate(given)
+        assert answer.right
+    assert engine.stats["fail_safe"] == 0
+
+
+def test_a_partial_hit_is_refused_even_if_the_gate_fails(new_engine, lib, docs, monkeypatch):
+    engine = new_engine()
+    monkeypatch.setattr(engine.scheduler, "may_run", lambda request: True)
+    monkeypatch.setattr(engine.scheduler, "_spawn", lambda: None)
+    (answer,) = engine.generate(lib.prompt(PRE, docs[0], QUESTION))
+    assert isinstance(answer.error, CapacityError)
+    assert engine.stats["fail_safe"] > 0
+    assert not any(engine.steps)
+
+
+def test_requests_that_fit_one_by_one_take_turns(new_engine, lib, docs):
+    engine = new_engine(num_blocks=32)
+    answers = engine.generate(
+        *(lib.prompt(range(100 * i, 100 * i + 9), docs[i], SEP, docs[6], docs[4], QUESTION) for i in (0, 1, 3, 5)),
+        lib.prompt(range(300, 340)),
+        max_tokens=15,
+    )
+    assert all(answer.right for answer in answers)
+    assert all(answer.finish_reason == "length" for answer in answers)
+
+
+def test_a_request_larger_than_the_pool_gets_an_error_and_the_others_go_on(new_engine, lib, docs):
+    engine = new_engine(num_blocks=14)
+    large = engine.add(lib.prompt(PRE, docs[6], docs[4], QUESTION))
+    small = engine.add(lib.prompt(docs[0], QUESTION))
+    engine.run()
+    error = engine.answer(large)
+    assert isinstance(error.error, CapacityError)
+    assert error.finish_reason == "error"
+    assert "13" in error.outputs[-1].stop_reason
+    assert engine.answer(small).right
+
+
+def test_pins_keep_resident_chunks_while_others_are_computed(new_engine, lib, docs):
+    engine = new_engine(num_blocks=27, budget=4)
+    engine.generate(lib.prompt(docs[6], QUESTION))
+    (answer,) = engine.generate(lib.prompt(docs[6], docs[4], docs[3], QUESTION))
+    assert answer.right
+    assert answer.sources == ["hbm", "computed", "computed"]
+    assert engine.children == 3
+
+
+def test_a_request_that_waits_for_room_is_not_overtaken(new_engine, lib, docs):
+    engine = new_engine(num_blocks=24)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 330)), max_tokens=30)
+    engine.step()
+    engine.step()
+    first = engine.add(lib.prompt(PRE, docs[6], docs[4], QUESTION), max_tokens=1)
+    later = [engine.add(lib.prompt(docs[2], range(70 + i, 75 + i)), max_tokens=1) for i in range(3)]
+    finished = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        finished += [i for i in (running, first, *later) if engine.answer(i).finish_reason and i not in finished]
+    assert all(engine.answer(i).right for i in (running, first, *later))
+    assert min(finished.index(i) for i in later) > finished.index(running)
+
+
+# ---------------------------------------------------------------- aborts and resets
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_aborted_parents_children_finish_unseen(new_engine, lib, docs, steps):
+    engine = new_engine(budget=8)
+    given = lib.prompt(PRE, docs[6], SEP, docs[4], QUESTION)
+    gone = engine.add(given)
+    other = engine.add(lib.prompt(docs[4], OTHER))
+    for _ in range(steps):
+        engine.step()
+    engine.abort(gone)
+    engine.run()
+    assert engine.answer(other).right
+    assert engine.answer(gone).finish_reason is None
+    assert engine.stats["children_in_flight"] == engine.stats["lazy_in_flight"] == 0 or engine.generate(given)[0].right
+
+
+def test_pins_of_an_aborted_request_go_at_once(new_engine, lib, docs):
+    engine = new_engine(max_num_seqs=1)
+    engine.generate(lib.prompt(docs[6], QUESTION))
+    running = engine.add(lib.prompt(OTHER), max_tokens=40)
+    engine.step()
+    waiting = engine.add(lib.prompt(docs[6], QUESTION))
+    engine.scheduler._admit()
+    engine.scheduler._pins.hold(waiting, engine.scheduler.kv_cache_manager.block_pool.blocks[1:2])
+    engine.abort(waiting)
+    engine.scheduler._check()
+    assert engine.scheduler._pins._held == {}
+    engine.run()
+    assert engine.answer(running).right
+
+
+def test_the_prefix_cache_can_be_reset_while_requests_wait(new_engine, lib, docs):
+    engine = new_engine(budget=4)
+    engine.generate(lib.prompt(docs[0], QUESTION))
+    ids = [engine.add(lib.prompt(docs[0], SEP, docs[6], QUESTION)), engine.add(lib.prompt(docs[0], OTHER))]
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert all(engine.answer(request_id).right for request_id in ids)
+
+
+# ---------------------------------------------------------------- per-request errors
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "word"),
+    [
+        ({"lazyrag_version": 99, "lazyrag_spans": [0, 4, 0]}, InputError, "version"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [0, 4]}, InputError, "lazyrag_spans"),
+        ({"lazyrag_version": 1, "lazyrag_spans": "abc"}, InputError, "lazyrag_spans"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [0, 99999, 0]}, InputError, "cannot be reused"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [4, 4, 0, 2, 4, 0]}, InputError, "cannot be reused"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [4, 4, 3]}, InputError, "offset"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [0, 4, 0], "lazyrag_prefix": -1}, InputError, "lazyrag_prefix"),
+        ({"lazyrag_version": 1, "lazyrag_spans": [8, 4, 0], "lazyrag_prefix": 4}, InputError, "lazy-prefix"),
+    ],
+)
+def test_a_malformed_request_gets_an_error_and_the_engine_goes_on(new_engine, lib, docs, extra, kind, word):
+    engine = new_engine()
+    bad = engine.add(lib.prompt(range(100, 130)), extra=extra)
+    good = engine.add(lib.prompt(docs[0], QUESTION))
+    engine.run()
+    answer = engine.answer(bad)
+    assert isinstance(answer.error, kind)
+    assert answer.finish_reason == "error"
+    assert word in str(answer.error)
+    assert answer.outputs[-1].stop_reason == str(answer.error)
+    assert engine.answer(good).right
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}])
+def test_an_unsupported_option_gets_an_error(new_engine, lib, docs, options):
+    engine = new_engine()
+    (answer,) = engine.generate(lib.prompt(docs[0], QUESTION), **options)
+    assert isinstance(answer.error, RequestError)
+    assert next(iter(options)) in str(answer.error)
+    assert not any(engine.steps)
+
+
+def test_a_reserved_id_gets_an_error(new_engine, lib, docs):
+    engine = new_engine()
+    bad = engine.add(lib.prompt(range(100, 130)), request_id=wire.CHILD_PREFIX + "0")
+    good = engine.add(lib.prompt(docs[0], QUESTION))
+    engine.run()
+    assert isinstance(engine.answer(bad).error, RequestError)
+    assert engine.answer(good).right
+
+
+def test_a_prompt_that_padding_makes_too_long_gets_an_error(new_engine, lib, docs):
+    engine = new_engine()
+    fits = lib.MAX_MODEL_LEN // lib.BLOCK - 2
+    given = lib.prompt(*[docs[2]] * fits, QUESTION)
+    assert len(given.token_ids) < lib.MAX_MODEL_LEN
+    (answer,) = engine.generate(given)
+    assert isinstance(answer.error, ContextOverflowError)
+    assert "pad" in str(answer.error)
+
+
+def test_an_answer_ends_at_the_models_context(new_engine, lib, docs):
+    engine = new_engine()
+    (answer,) = engine.generate(lib.prompt(*[docs[2]] * 95, QUESTION), max_tokens=300)
+    assert answer.right
+    assert answer.finish_reason == "length"
+    assert len(answer.token_ids) == lib.MAX_MODEL_LEN - 95 * lib.BLOCK - len(QUESTION)
+
+
+def test_an_exception_while_preparing_stays_with_its_request(new_engine, lib, docs, monkeypatch):
+    engine = new_engine()
+    monkeypatch.setattr(engine.scheduler._requests, "_apply", lambda *args: 1 / 0)
+    bad = engine.add(lib.prompt(docs[0], QUESTION))
+    monkeypatch.undo()
+    good = engine.add(lib.prompt(docs[0], QUESTION))
+    engine.run()
+    assert isinstance(engine.answer(bad).error, RequestError)
+    assert engine.answer(good).right
+
+
+def test_an_aborted_error_is_not_answered(new_engine, lib):
+    engine = new_engine()
+    bad = engine.add(lib.prompt(range(100, 130)), request_id=wire.CHILD_PREFIX + "0")
+    engine.abort(bad)
+    engine.run()
+    assert engine.outputs[bad] == []
+
+
+# ---------------------------------------------------------------- what clients send and get
+
+
+def test_a_clients_layout_and_child_are_dropped(new_engine, lib):
+    engine = new_engine()
+    forged = {wire.LAYOUT: {"suffix_block": 1, "segments": [[0, 1, 4, 0, 0]]}, wire.CHILD: {"key": "0"}, "own": 1}
+    request_id = engine.add(lib.prompt(range(100, 130)), extra=forged)
+    assert engine.scheduler.requests[request_id].sampling_params.extra_args == {"own": 1}
+    engine.run()
+    assert engine.answer(request_id).right
+
+
+def test_a_clients_sampling_params_are_left_as_they_are(new_engine, lib, docs):
+    engine = new_engine()
+    given = lib.prompt(docs[0], QUESTION)
+    params = SamplingParams(max_tokens=2, extra_args=wire.spans_to_args(given.spans))
+    before = dict(params.extra_args)
+    request_id = engine.add(given)
+    engine.scheduler.requests[request_id].sampling_params = params
+    engine.scheduler._requests._apply(
+        engine.scheduler.requests[request_id], engine.scheduler._lazy[request_id].layout, list(given.token_ids)
+    )
+    assert params.extra_args == before
+    engine.abort(request_id)
+    engine.run()
+
+
+def test_every_output_carries_the_report_beside_vllms_own_parameters(new_engine, lib, docs, monkeypatch):
+    engine = new_engine()
+    monkeypatch.setattr(engine.scheduler, "_connector_finished", lambda request: (False, {"theirs": 1}))
+    lazy, ordinary = engine.generate(lib.prompt(docs[0], QUESTION), lib.prompt(OTHER))
+    assert lazy.outputs[-1].kv_transfer_params["theirs"] == 1
+    assert lazy.sources == ["computed"]
+    assert all(wire.report_from_params(output.kv_transfer_params) for output in lazy.outputs)
+    assert ordinary.outputs[-1].kv_transfer_params == {"theirs": 1}
+
+
+def test_children_name_their_chunk_to_the_connector(new_engine, lib, docs):
+    engine = new_engine(mode="lazy-prefix")
+    engine.add(lib.prompt(PRE, docs[0], SEP, lib.Chunk(docs[4].tokens, offset=4, end=10), QUESTION, prefix=PREAMBLE))
+    engine.scheduler._admit()
+    engine.scheduler._spawn()
+    children = [r for i, r in engine.scheduler.requests.items() if i.startswith(wire.CHILD_PREFIX)]
+    named = [request.sampling_params.extra_args[wire.CHILD] for request in children]
+    spans = sorted((child["first_token"], child["num_tokens"]) for child in named)
+    assert spans == [(0, len(PREAMBLE)), (8, 9), (8, 10)]
+    assert len({child["key"] for child in named}) == 3
+    engine.run()
+
+
+def test_stats_count_what_happened(new_engine, lib, docs):
+    engine = new_engine(budget=8)
+    engine.generate(lib.prompt(docs[0], SEP, docs[1], QUESTION))
+    engine.generate(lib.prompt(docs[1], QUESTION))
+    engine.generate(lib.prompt(range(100, 130)), extra={"lazyrag_version": 0, "lazyrag_spans": []})
+    stats = engine.stats
+    assert (stats["requests"], stats["refused"]) == (2, 1)
+    assert (stats["segments_missing"], stats["segments_resident"]) == (2, 1)
+    assert (stats["children_computed"], stats["children_loaded"]) == (2, 0)
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+def random_prompt(rng, lib, docs, mode):
+    parts = []
+    for doc in rng.choices(docs, k=rng.randint(0, 4)):
+        if rng.random() < 0.7:
+            parts.append([rng.randrange(100) for _ in range(rng.randint(1, 6))])
+        offset = rng.choice([0, 0, lib.BLOCK]) if len(doc.tokens) > 2 * lib.BLOCK else 0
+        end = rng.choice([None, rng.randint(offset + 1, len(doc.tokens))])
+        parts.append(lib.Chunk(doc.tokens, offset, end))
+    parts.append([rng.randrange(100) for _ in range(rng.randint(1, 12))])
+    prefix = rng.choice([(), PREAMBLE, ALIGNED_PREAMBLE]) if mode == "lazy-prefix" else ()
+    return lib.prompt(*parts, prefix=prefix, salt=rng.choice([None, None, "s"]))
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed):
+    rng = random.Random(seed)
+    engine = new_engine(mode=mode, num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=budget)
+    alive, gone = [], set()
+    for _ in range(60):
+        if rng.random() < 0.5:
+            given = random_prompt(rng, lib, docs, mode)
+            if rng.random() < 0.2:
+                given = lib.prompt(given.token_ids)
+            alive.append(engine.add(given, max_tokens=rng.randint(1, 25)))
+        if alive and rng.random() < 0.08:
+            gone.add(rng.choice(alive))
+            engine.abort(max(gone))
+        if rng.random() < 0.03:
+            engine.scheduler.reset_prefix_cache()
+        engine.step()
+    engine.run()
+    for request_id in set(alive) - gone:
+        answer = engine.answer(request_id)
+        assert answer.right or isinstance(answer.error, CapacityError)
+        assert answer.finish_reason in ("length", "error")
+    assert engine.stats["fail_safe"] == 0
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def test_ordinary_traffic_is_scheduled_as_by_vllm(new_engine, lib, is_async):
+    ours = new_engine(num_blocks=30, budget=16)
+    theirs = new_engine(num_blocks=30, budget=16, scheduler_class=AsyncScheduler if is_async else Scheduler)
+    rng = random.Random(0)
+    for _ in range(40):
+        if rng.random() < 0.5:
+            given = lib.prompt([rng.randrange(20) for _ in range(rng.randint(1, 40))])
+            max_tokens = rng.randint(1, 20)
+            for engine in (ours, theirs):
+                engine.add(given, max_tokens=max_tokens)
+        for engine in (ours, theirs):
+            engine.step()
+    for engine in (ours, theirs):
+        engine.run()
+    assert ours.steps == theirs.steps
+    assert {i: ours.answer(i).token_ids for i in ours.outputs} == {
+        i: theirs.answer(i).token_ids for i in theirs.outputs
+    }

@@ -167,6 +167,8 @@ def ingest(
         raise typer.Exit(FAILED if plan.failed else 0)
     if not quiet:
         say(*plan_lines(plan, sync))
+        if kv is KV.now:
+            say("Starting the engine ...")
     failed, stored, summary = list(plan.failed), 0, None
     try:
         with progress(quiet) as show:

@@ -23,6 +23,7 @@ def readme(root: Path) -> str:
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command of the command line with its full name, and how click sees it."""
     import typer.main
+
     from lazyrag.cli import app
 
     def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -181,6 +182,29 @@ def test_interrupted_it_says_what_is_done_and_the_same_command_goes_on(
     assert again.exit_code == 0
     assert "the run before this one did not come to its end" in again.stderr
     assert "added 1, changed 0, unchanged 1" in again.stdout
+
+
+def test_ctrl_c_while_kv_is_computed_keeps_what_was_computed(run: Run, docs: Path, model: Path, tmp_path: Path) -> None:
+    """A real signal to a real process: the engine answers so slowly that it always comes in the middle."""
+    for number in range(40):
+        (docs / f"{number}.txt").write_text(f"Passage {number}: {TEXTS['fox.txt']}")
+    script = (
+        "from lazyrag import client, cli\nfrom lazyrag.backend.fake import FakeEngine\n"
+        "client.start_engine = lambda config, model: FakeEngine(model, delay_s=0.5)\ncli.PLAIN_EVERY_S = 0\ncli.main()"
+    )
+    command = [sys.executable, "-c", script, "ingest", str(docs), "--store", "kb", "--model", str(model)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("warm "):
+            process.send_signal(signal.SIGINT)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert "Interrupted: 42 documents were stored. The same command goes on from here." in errors
+    again = json.loads(run("ingest", docs, "--store", "kb", "--model", model, "--json").stdout)
+    assert again["unchanged"] == 42
+    assert 0 < again["warmed"] < 42
 
 
 def test_progress_is_bars_on_a_terminal_and_a_line_now_and_then_elsewhere(

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lazyrag import Document, LazyRAG, Sampling
+from lazyrag.ingest import Summary
 from lazyrag.integrations import langchain, llama_index
 
 QUESTIONS = [
@@ -48,7 +49,9 @@ def corpus() -> Iterator[Document]:
             continue
         text = (package.get_payload() or package["Description"] or "")[:MAX_CHARS]
         if text.strip():
-            yield Document(f"pypi:{name}", text, source=f"{package['Name']} {package['Version']}", title=package["Name"])
+            yield Document(
+                f"pypi:{name}", text, source=f"{package['Name']} {package['Version']}", title=package["Name"]
+            )
 
 
 def main() -> None:
@@ -83,10 +86,15 @@ def main() -> None:
 
 
 def ingest(rag: LazyRAG) -> None:
-    summary = None
-    for event in rag.ingest(list(corpus())):
-        summary = event
-    console.print(summary)
+    with console.status("Starting the engine") as status:
+        for event in rag.ingest(documents=corpus()):
+            if isinstance(event, Summary):
+                console.print(
+                    f"{event.added} documents added, {event.changed} changed, {event.unchanged} unchanged; "
+                    f"{event.embedded} chunks embedded, the KV of {event.warmed} computed."
+                )
+            else:
+                status.update(f"{event.stage} {event.done} of {event.total}")
 
 
 def show(question: str, answer: str, sources: list[str]) -> None:

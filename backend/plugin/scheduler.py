@@ -125,6 +125,9 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
     def add_request(self, request: Request) -> None:
         """Accept a request; one that cannot be served gets an error output. Never raises for what a client sent."""
         is_new = request.request_id not in self.requests
+        if is_new:  # what is still known of an earlier request with this id is about that one
+            self._lazy.pop(request.request_id, None)
+            self._failures.pop(request.request_id, None)
         try:
             lazy = self._requests.rewrite(request)
             if lazy is not None and is_new:
@@ -274,9 +277,10 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
 
     def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
         """The resident blocks of a request's segments and the hashes of the others; sets `lazy.missing`."""
-        lazy.missing = self._missing(lazy, range(len(lazy.layout.segments)))
         hashes = lazy.request.block_hashes[: lazy.layout.suffix_block]
         cached = self._pins.cached(hashes)
+        segments = enumerate(lazy.layout.segments)
+        lazy.missing = [i for i, segment in segments if None in cached[segment.first_block : segment.end_block]]
         absent = {block_hash for block_hash, block in zip(hashes, cached, strict=True) if block is None}
         return [block for block in cached if block is not None], absent
 

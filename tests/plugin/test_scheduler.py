@@ -90,7 +90,7 @@ def test_an_aligned_first_chunk_shares_blocks_with_ordinary_prompts_in_both_dire
     (ordinary,) = engine.generate(lib.prompt(aligned.tokens + text + tuple(OTHER)))
     assert ordinary.right
     assert engine.steps[first] == {ordinary.request_id: len(OTHER)}
-    engine.generate(lib.prompt(docs[4].tokens + (5, 6)))
+    engine.generate(lib.prompt((*docs[4].tokens, 5, 6)))
     (lazy,) = engine.generate(lib.prompt(lib.Chunk(docs[4].tokens[:20]), QUESTION))
     assert lazy.right
     assert lazy.sources == ["hbm"]
@@ -111,7 +111,7 @@ def test_a_padded_chunk_is_not_the_prompt_with_its_pads_spelled_out(new_engine, 
 def test_a_later_turn_reuses_text_and_answer_of_the_earlier_one(new_engine, lib, docs):
     engine = new_engine()
     first = engine.generate(lib.prompt(docs[0], PRE, QUESTION), max_tokens=12)[0]
-    said = tuple([*PRE, *QUESTION, *first.token_ids])
+    said = (*PRE, *QUESTION, *first.token_ids)
     (second,) = engine.generate(lib.prompt(docs[0], said, docs[3], OTHER))
     assert second.right
     assert second.report["cached_suffix_tokens"] == (len(said) - 1) // lib.BLOCK * lib.BLOCK
@@ -441,6 +441,24 @@ def test_an_aborted_error_is_not_answered(new_engine, lib):
     engine.abort(bad)
     engine.run()
     assert engine.outputs[bad] == []
+
+
+def test_an_id_may_be_used_again_at_once(new_engine, lib, docs):
+    engine = new_engine()
+    for given, extra in [
+        (lib.prompt(docs[0], QUESTION), None),
+        (lib.prompt(OTHER), None),
+        (lib.prompt(OTHER), {"lazyrag_version": 0, "lazyrag_spans": []}),
+        (lib.prompt(docs[1], QUESTION), None),
+    ]:
+        engine.add(given, request_id="same", extra=extra)
+        engine.abort("same")
+        engine.add(given, request_id="same", extra=extra)
+        while not engine.answer("same").finish_reason:
+            engine.step()
+        answer = engine.answer("same")
+        assert answer.right or (extra and answer.error)
+    engine.run()
 
 
 # ---------------------------------------------------------------- what clients send and get

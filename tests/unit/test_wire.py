@@ -1,0 +1,96 @@
+"""What crosses process borders survives it, and what does not belong there is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lazyrag import errors
+from lazyrag.backend import wire
+from lazyrag.backend.layout import Span, lay_out
+from lazyrag.errors import CapacityError, InputError, LazyRAGError, RequestError
+
+numbers = st.integers(0, 2**31)
+spans = st.lists(st.builds(Span, numbers, numbers, numbers), max_size=8)
+
+
+@given(spans, numbers)
+def test_spans_survive_the_way_to_the_scheduler(given_spans, prefix_len):
+    args = json.loads(json.dumps(wire.spans_to_args(given_spans, prefix_len)))
+    assert wire.spans_from_args(args) == (given_spans, prefix_len)
+
+
+@given(spans, numbers)
+def test_arguments_fit_vllms_http_interface(given_spans, prefix_len):
+    for value in wire.spans_to_args(given_spans, prefix_len).values():
+        assert isinstance(value, int) or all(type(number) is int for number in value)
+
+
+def test_an_ordinary_request_has_no_arguments():
+    assert wire.spans_to_args([]) == {}
+    assert wire.spans_from_args({"other": 1}) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {wire.SPANS: [0, 1, 0]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0]},
+        {wire.VERSION: "1", wire.SPANS: [0, 1, 0]},
+        {wire.VERSION: 1, wire.SPANS: [0, 1]},
+        {wire.VERSION: 1, wire.SPANS: [0, 1, "0"]},
+        {wire.VERSION: 1, wire.SPANS: [0, True, 0]},
+        {wire.VERSION: 1, wire.SPANS: [0, -1, 0]},
+        {wire.VERSION: 1, wire.SPANS: [[0, 1, 0]]},
+        {wire.VERSION: 1, wire.SPANS: {"a": 1}},
+        {wire.VERSION: 1, wire.SPANS: 7},
+        {wire.VERSION: 1, wire.SPANS: [0, 1.0, 0]},
+        {wire.VERSION: 1, wire.PREFIX: "4"},
+        {wire.VERSION: 1, wire.PREFIX: -1},
+    ],
+)
+def test_anything_else_is_refused(args):
+    with pytest.raises(InputError):
+        wire.spans_from_args(args)
+
+
+def test_a_layout_is_flat_numbers_for_the_worker():
+    layout, _ = lay_out(range(30), [Span(3, 5), Span(12, 6, offset=4)], prefix_len=2, block_size=4, pad=0)
+    sent = json.loads(json.dumps(wire.layout_to_wire(layout)))
+    assert sent["suffix_block"] == 5
+    assert sent["segments"] == [[0, 1, 2, 0, 0], [1, 2, 5, 1, 1], [3, 2, 6, 5, 6]]
+
+
+def test_what_only_the_scheduler_may_write_is_stripped():
+    assert wire.strip_private({wire.LAYOUT: {}, wire.CHILD: {}, wire.SPANS: [], "own": 1}) == {wire.SPANS: [], "own": 1}
+
+
+@pytest.mark.parametrize("kind", [CapacityError, InputError, RequestError])
+def test_an_error_arrives_as_the_same_kind_with_its_text(kind):
+    sent = json.loads(json.dumps(wire.error_to_params(kind("What.", why="Why.", fix="Fix."))))
+    error = wire.error_from_params(sent)
+    assert type(error) is kind
+    assert str(error) == "What. Why. Fix."
+    assert wire.report_from_params(sent) is None
+
+
+@pytest.mark.parametrize("name", ["NoSuchError", "annotations", "_rebuild"])
+def test_an_unknown_kind_of_error_is_a_request_error(name):
+    error = wire.error_from_params({wire.REPORT: {"error": name, "message": "What."}})
+    assert type(error) is RequestError
+
+
+def test_every_error_can_be_sent():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LazyRAGError)]
+    for kind in kinds:
+        assert type(wire.error_from_params(wire.error_to_params(kind("What.")))) is kind
+
+
+def test_a_report_is_found_beside_vllms_own_parameters():
+    report = {"sources": ["hbm"], "cached_suffix_tokens": 0, "children_computed": 0, "children_loaded": 0}
+    assert wire.report_from_params({"theirs": 1, wire.REPORT: report}) == report
+    assert wire.error_from_params({"theirs": 1, wire.REPORT: report}) is None
+    assert wire.report_from_params(None) is wire.report_from_params({"theirs": 1}) is None

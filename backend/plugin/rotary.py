@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from vllm.model_executor.layers.rotary_embedding import (
     RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from lazyrag.kernels.rope import Rope
 
@@ -31,11 +31,11 @@ _FIX = "Use a model with one plain rotary embedding in all layers (Llama, Qwen2,
 
 def find_rope(model: nn.Module) -> tuple[Rope | None, str | None]:
     """The rotation that the model uses, or the reason why there is no single known one."""
-    found = {id(module): module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)}
+    found: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     if not found:
         return None, f"The model has no rotary embedding, so its KV is tied to the place where it was computed. {_FIX}"
     ropes = []
-    for module in found.values():
+    for module in found:
         inv_freq = _inv_freq(module)
         if inv_freq is None:
             return (
@@ -48,7 +48,7 @@ def find_rope(model: nn.Module) -> tuple[Rope | None, str | None]:
     return ropes[0], None
 
 
-def _inv_freq(module: RotaryEmbeddingBase) -> Tensor | None:
+def _inv_freq(module: Any) -> Tensor | None:
     """Radians a position, float32 [R/2] as vLLM computes them; None for a kind that is not known to be a rotation."""
     kind, inv_freq = type(module), None
     if kind is RotaryEmbedding or kind is Llama3RotaryEmbedding:

@@ -1,0 +1,91 @@
+"""Models and settings that cannot work are refused when the engine starts, with the reason and the fix."""
+
+import pytest
+import torch
+from engines import PLUGIN
+
+from lazyrag.errors import UnsupportedError
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:`torch")]
+
+
+def start(folder, **arguments):
+    from vllm import LLM
+
+    settings = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 16,
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 1 << 26,
+        "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
+        "worker_cls": f"{PLUGIN}.worker.LazyCPUWorker",
+        "additional_config": {"lazyrag": {"mode": "lazy"}},
+    }
+    return LLM(model=str(folder), **(settings | arguments))
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(config_class, model_class, **settings):
+        torch.manual_seed(0)
+        model_class(config_class(vocab_size=256, **settings)).float().save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+
+
+def test_a_model_with_absolute_positions(save):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = save(GPT2Config, GPT2LMHeadModel, n_embd=64, n_layer=2, n_head=2, n_positions=512)
+    with pytest.raises(UnsupportedError, match="has no rotary embedding"):
+        start(folder)
+
+
+def test_a_model_with_layers_that_are_not_rotated(save):
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    folder = save(SmolLM3Config, SmolLM3ForCausalLM, **SMALL, no_rope_layer_interval=4, pad_token_id=0)
+    with pytest.raises(UnsupportedError, match=r"In 1 of the model's 4 layers \(model.layers.3"):
+        start(folder)
+
+
+def test_a_model_with_sliding_windows(save):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    folder = save(MistralConfig, MistralForCausalLM, **SMALL, sliding_window=64)
+    with pytest.raises(UnsupportedError, match=r"Layer model\.layers\.0\.self_attn\.attn has a sliding window"):
+        start(folder)
+
+
+def test_an_engine_with_the_stock_scheduler(tiny_model):
+    with pytest.raises(UnsupportedError, match=r"The scheduler is Scheduler, .* Set scheduler_cls="):
+        start(tiny_model, scheduler_cls=None)
+
+
+def test_an_ordinary_engine_of_the_same_process_keeps_vllms_own_attention(tiny_model):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from lazyrag.backend.plugin.attention_cpu import LazyCPUImpl
+
+    for arguments, impl in (
+        ({}, LazyCPUImpl),
+        ({"scheduler_cls": None, "worker_cls": "auto"}, CPUAttentionBackendImpl),
+    ):
+        llm = start(tiny_model, **arguments)
+        context = llm.llm_engine.engine_core.engine_core.vllm_config.compilation_config.static_forward_context
+        assert {type(layer.impl) for layer in context.values()} == {impl}
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()

@@ -6,7 +6,7 @@ a step looks like; `variants` lists all that `choose` may pick, so that they can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -111,7 +111,13 @@ def refusals(shape: Shape, gpu: Gpu) -> list[str]:
             "an fp8 KV cache needs compute capability 8.9 or later: set kv_cache_dtype",
         ),
     )
-    return [reason for passed, reason in checks if not passed]
+    reasons = [reason for passed, reason in checks if not passed]
+    if not reasons and not variants(shape, gpu):
+        reasons = [
+            f"{shape.dtype}, heads of {shape.head_size} and pages of {shape.page} tokens need more shared memory than "
+            f"the GPU's {gpu.shared_bytes} bytes: set block_size to 16"
+        ]
+    return reasons
 
 
 def kernel_for(shape: Shape, gpu: Gpu | None) -> Kernel:
@@ -192,17 +198,23 @@ def _hopper_variants(shape: Shape) -> list[Variant]:
 
 def _portable_variants(shape: Shape, gpu: Gpu) -> list[Variant]:
     smallest = max(16, triton.next_power_of_2(shape.group))
+    few = _portable_variant("few", shape, gpu, smallest)
+    many = _portable_variant("many", shape, gpu, max(smallest, 128 if shape.head_size <= 128 else 64))
+    return [few, replace(few, name="many") if many is None else many] if few else []
+
+
+def _portable_variant(name: str, shape: Shape, gpu: Gpu, block_m: int) -> Variant | None:
+    """The largest tiles, loaded far enough ahead, that fit the shared memory of a block; None if none do."""
     width = triton.next_power_of_2(shape.head_size)
-    # Keys and values of a tile, in bytes; a query tile takes as much again in the worst case.
-    tile_bytes = 2 * 64 * width * max(shape.dtype.itemsize, shape.kv_dtype.itemsize)
-    stages = min(3, max(1, gpu.shared_bytes // tile_bytes - 1))
-    wide = max(smallest, 128 if width <= 128 else 64)
-    few = portable.Launch(num_warps=4, num_stages=stages)
-    many = portable.Launch(num_warps=8 if wide >= 128 else 4, num_stages=stages)
-    return [
-        Variant("few", Tiling(shape.group, smallest, 64, shape.page), 2, few),
-        Variant("many", Tiling(shape.group, wide, 64, shape.page), 1, many),
-    ]
+    query_bytes = block_m * width * shape.dtype.itemsize
+    token_bytes = 2 * width * shape.kv_dtype.itemsize
+    for tile, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (64, 1), (32, 1), (16, 1)):
+        needed = query_bytes + stages * tile * token_bytes
+        if tile % shape.page == 0 and needed <= gpu.shared_bytes:
+            launch = portable.Launch(num_warps=8 if block_m >= 128 else 4, num_stages=stages)
+            blocks_per_sm = 2 if block_m < 64 and 2 * needed <= gpu.shared_bytes else 1
+            return Variant(name, Tiling(shape.group, block_m, tile, shape.page), blocks_per_sm, launch)
+    return None
 
 
 def attend(

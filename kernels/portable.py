@@ -46,6 +46,14 @@ def _dot(a, b, acc, FLOAT32: tl.constexpr):
 
 
 @triton.jit
+def _as(x, dtype: tl.constexpr):
+    """What the cache holds in the dtype of the product; fp8 by way of float32, which every GPU converts."""
+    if x.dtype == dtype:
+        return x
+    return x.to(tl.float32).to(dtype)
+
+
+@triton.jit
 def _turned(
     q_rows,
     live,
@@ -154,7 +162,7 @@ def _attend(
         v = tl.load(at[:, None] + (D + d)[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
         if turn != 0:
             turned = _turned(q_rows, live, turns, turn_line, D, BD, R, NEOX, dtype)
-        s = _dot(turned, k.to(dtype), tl.zeros([BLOCK_M, TILE], tl.float32), FLOAT32) * scale_log2
+        s = _dot(turned, _as(k, dtype), tl.zeros([BLOCK_M, TILE], tl.float32), FLOAT32) * scale_log2
         if ALIBI:
             key_position = tl.load(key_positions + i * TILE + n)
             s -= slope[:, None] * (position[:, None] - key_position[None, :]).to(tl.float32)
@@ -166,7 +174,7 @@ def _attend(
         shrink = tl.exp2(top - new)
         p = tl.exp2(s - new[:, None])
         total = total * shrink + tl.sum(p, 1)
-        acc = _dot(p.to(dtype), v.to(dtype), acc * shrink[:, None], FLOAT32)
+        acc = _dot(p.to(dtype), _as(v, dtype), acc * shrink[:, None], FLOAT32)
         top = new
         # The flag, not the line, is carried: a loop that hands an argument on unchanged is not pipelined (Triton 3.6).
         turn = (next_line != turn_line).to(tl.int32)

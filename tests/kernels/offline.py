@@ -1,4 +1,4 @@
-"""Compile the Hopper kernel for sm_90 on a machine that has no GPU."""
+"""Compile the kernels for GPUs that the machine does not have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from lazyrag.kernels.dispatch import Gpu, Shape, variants
+from lazyrag.kernels.dispatch import FP8, Gpu, Shape, variants
 
 H200 = Gpu((9, 0), 132, 232_448)
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+A100 = Gpu((8, 0), 108, 166_912)
+RTX_4090 = Gpu((8, 9), 128, 101_376)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "fp8e4nv"}
+
+LLAMA_8B = Shape(32, 8, 128, 16, torch.bfloat16, torch.bfloat16, 128)
+SMOLLM = replace(LLAMA_8B, num_heads=9, kv_heads=3, head_size=64, rotary_dim=64, page=32)
+GPT_J = replace(LLAMA_8B, rotary_dim=64, neox=False, dtype=torch.float16, kv_dtype=torch.float16, page=64)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,45 @@ def spilled_bytes(compiled: Compiled) -> int:
     return int(line.split(",")[1].split()[0])
 
 
-LLAMA_8B = Shape(32, 8, 128, 16, torch.bfloat16, torch.bfloat16, 128)
-SMOLLM = replace(LLAMA_8B, num_heads=9, kv_heads=3, head_size=64, rotary_dim=64, page=32)
-GPT_J = replace(LLAMA_8B, rotary_dim=64, neox=False, dtype=torch.float16, kv_dtype=torch.float16, page=64)
+def compile_portable(shape: Shape, gpu: Gpu, name: str, alibi: bool = False) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lazyrag.kernels import portable
+
+    variant = variants(shape, gpu)[name]
+    assert isinstance(variant.launch, portable.Launch)
+    constants = {
+        "GROUP": shape.group,
+        "BLOCK_M": variant.tiling.block_m,
+        "TILE": variant.tiling.tile,
+        "PAGE": shape.page,
+        "D": shape.head_size,
+        "BD": triton.next_power_of_2(shape.head_size),
+        "R": shape.rotary_dim,
+        "NEOX": shape.neox,
+        "ALIBI": alibi,
+        "FLOAT32": shape.dtype == torch.float32,
+    }
+    dtype = f"*{NAMES[shape.dtype]}"
+    types = {
+        "kv": f"*{NAMES[shape.kv_dtype]}",
+        **dict.fromkeys(("q", "out"), dtype),
+        **dict.fromkeys(("part", "stat", "turns", "slopes"), "*fp32"),
+        **dict.fromkeys(("work", "tiles", "pages", "seen", "positions", "key_positions"), "*i32"),
+        **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
+    }
+    names = portable._attend.arg_names
+    aligned = [i for i, n in enumerate(names) if types.get(n, "").startswith("*") or n.endswith("stride")]
+    source = ASTSource(
+        fn=portable._attend,
+        signature={n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    launch = variant.launch
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    major, minor = gpu.capability
+    kernel = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+    return Compiled(kernel.metadata.shared, kernel.asm["ptx"], [])

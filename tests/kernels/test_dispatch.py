@@ -103,6 +103,11 @@ def test_turns_read_shared_memory_only_for_whole_heads_of_neox_pairs() -> None:
         (replace(LLAMA_8B, head_size=100), H200, "multiple of 8"),
         (replace(LLAMA_8B, kv_dtype=torch.float8_e5m2), H200, "set kv_cache_dtype"),
         (replace(LLAMA_8B, kv_dtype=FP8), A100, "8.9 or later"),
+        (
+            replace(LLAMA_8B, head_size=256, dtype=torch.float32, kv_dtype=torch.float32, page=64),
+            RTX_4090,
+            "shared memory",
+        ),
     ],
 )
 def test_what_no_kernel_serves_is_refused_with_the_reason(shape: Shape, gpu: Gpu, sentence: str) -> None:

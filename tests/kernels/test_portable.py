@@ -1,14 +1,19 @@
-"""The portable kernel against the oracle, in Triton's interpreter."""
+"""The portable kernel: against the oracle in Triton's interpreter, and through the compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import Case, Request, Tile, batches, check_portable, make_problem, solve
+from offline import A100, H200, LLAMA_8B, RTX_4090, Compiled, compile_portable
+
+from lazyrag.kernels.dispatch import FP8, Gpu, Shape
 
 Interpreted = Callable[..., object]
+"""Calls a function in another process (conftest.py)."""
 
 DECODE, PREFILL = Tile(block_m=16, slots=4), Tile(block_m=32, slots=1)
 FEW = Request(((50, 5, 0), (31, 60, 1)), 12, 3)
@@ -119,3 +124,28 @@ def wrong(change: str) -> None:
 def test_tensors_that_do_not_fit_are_refused(interpreted: Interpreted, change: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         interpreted(wrong, change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "name"),
+    [
+        (LLAMA_8B, A100, "many"),
+        (replace(LLAMA_8B, head_size=256, rotary_dim=256, dtype=torch.float32, kv_dtype=torch.float32), A100, "few"),
+        (replace(LLAMA_8B, kv_dtype=FP8), RTX_4090, "few"),
+        (replace(LLAMA_8B, head_size=96, rotary_dim=24, neox=False), H200, "few"),
+    ],
+    ids=["llama-A100", "float32-D256-A100", "fp8-RTX4090", "partial-H200"],
+)
+def test_a_variant_compiles_and_fits_a_block(compiled: Interpreted, shape: Shape, gpu: Gpu, name: str) -> None:
+    """The interpreter takes what the compiler does not. And keys are loaded ahead of their use: the compiler gives that
+    up without a word if the loop carries a value that it does not change."""
+    result = compiled(compile_portable, shape, gpu, name)
+    assert isinstance(result, Compiled)
+    assert result.shared_bytes <= gpu.shared_bytes
+    assert "cp.async" in result.ptx
+
+
+def test_alibi_compiles(compiled: Interpreted) -> None:
+    result = compiled(compile_portable, replace(LLAMA_8B, rotary_dim=0), H200, "few", True)
+    assert isinstance(result, Compiled)
+    assert "cp.async" in result.ptx

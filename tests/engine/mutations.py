@@ -1,0 +1,128 @@
+"""Are the tests sharp? Breaks the code in the ways that corrupt silently, one at a time, and runs the engine tests.
+
+    python tests/engine/mutations.py [NAME ...]
+
+Each mutation is made in a copy of the repository, in a temporary folder; the tests must fail there. About half a minute
+each; not part of the test suite. Exits with an error if a mutation survives, or no longer applies to the code.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).parents[2]
+TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async", "tests/engine/test_poison.py"]
+
+
+class Mutation(NamedTuple):
+    """Replaces text in a file; `old` must occur exactly once."""
+
+    file: str
+    old: str
+    new: str
+
+
+ATTENTION = "backend/plugin/attention_cpu.py"
+HASHING = "backend/hashing.py"
+METADATA = "backend/plugin/metadata.py"
+SDPA = "kernels/sdpa.py"
+
+MUTATIONS = {
+    "positions not overridden": [Mutation(ATTENTION, "if any(layouts):", "if not layouts:")],
+    "queries not turned back": [Mutation(SDPA, "if any(shifts):", "if not shifts:")],
+    "visibility ignored": [
+        Mutation(METADATA, "if s.visible_from < suffix_len:", "if s.visible_from < 10**9:"),
+        Mutation(METADATA, "max(0, s.visible_from - first)", "0"),
+    ],
+    "pads attended to": [Mutation(METADATA, "s.num_tokens, s.shift", "s.num_blocks * block_size, s.shift")],
+    "short tiles not masked": [
+        Mutation(SDPA, "[:, None, None] if ragged else None", "[:, None, None] if not shifts else None")
+    ],
+    "base of chunks behind the preamble ignored": [
+        Mutation(
+            "backend/layout.py", "base = span.offset + (prefix_len if behind_prefix else 0)", "base = span.offset"
+        ),
+        Mutation(
+            "backend/layout.py",
+            "base = s.offset + (self.segments[0].num_tokens if s.behind_prefix else 0)",
+            "base = s.offset",
+        ),
+    ],
+    "salt dropped": [
+        Mutation("backend/plugin/requests.py", "keys = ExtraKeys(first, rest)", "keys = ExtraKeys()"),
+        Mutation("backend/plugin/requests.py", "cache_salt=stock.cache_salt,", "cache_salt=None,"),
+    ],
+    "visible segments not hashed": [Mutation(HASHING, "extra += tuple(", "extra += () and tuple(")],
+    "length of visible segments not hashed": [
+        Mutation(HASHING, "s.visible_from - start, s.num_tokens, s.last_hash", "s.visible_from - start, s.last_hash")
+    ],
+    "place of visible segments not hashed": [
+        Mutation(HASHING, "s.visible_from - start, s.num_tokens, s.last_hash", "s.num_tokens, s.last_hash")
+    ],
+    "ordinary chain continued behind a padded segment": [
+        Mutation(HASHING, "segment.shift == 0 and segment.num_tokens % layout.block_size == 0", "segment.shift == 0")
+    ],
+}
+
+
+def apply(root: Path, mutation: Mutation) -> None:
+    path = root / mutation.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        sys.exit(
+            f"{mutation.old!r} is in {mutation.file} {text.count(mutation.old)} times: bring the mutation up to date."
+        )
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+
+
+def copy_of_repo(folder: str) -> Path:
+    root = Path(folder) / "repo"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (REPO / name).is_symlink() or (REPO / name).is_file():
+            shutil.copy2(REPO / name, target, follow_symlinks=False)
+    return root
+
+
+def run_tests(root: Path) -> tuple[int, int, str]:
+    """Number of failed and passed tests, and the last line of the report."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *TESTS],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
+    count = {what: int(number) for number, what in re.findall(r"(\d+) (failed|error|passed)", last)}
+    return count.get("failed", 0) + count.get("error", 0), count.get("passed", 0), last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="mutations to make; all if none is given")
+    names = parser.parse_args().names or ["none", *MUTATIONS]
+    survivors = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            root = copy_of_repo(folder)
+            for mutation in MUTATIONS.get(name, []):
+                apply(root, mutation)
+            failed, passed, last = run_tests(root)
+        print(f"{name:50s} {failed:3d} of {failed + passed} tests fail", flush=True)
+        if bool(failed) != (name in MUTATIONS) or not failed + passed:
+            survivors.append(f"{name}: {last}")
+    sys.exit("\n".join(survivors) or 0)
+
+
+if __name__ == "__main__":
+    main()

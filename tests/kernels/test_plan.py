@@ -194,9 +194,10 @@ def loaded(fixed: bool) -> None:
     plan = make_plan(rows, tiling, slots=4)
     capacity = Capacity(*(getattr(plan.size, name) + 5 for name in Capacity.__slots__))
     device = DevicePlan(tiling, capacity, torch.device("cpu"), fixed=fixed)
-    # What an earlier plan has left behind.
-    other = make_plan([Row(9, 40), Row(1, 1)], tiling, slots=1)
-    device.load(other, torch.zeros(2, 20, dtype=torch.int32))
+    # Larger plans have left their lines in every host buffer.
+    other = make_plan([Row(1, 1)] * capacity.queries, tiling, slots=1)
+    for _ in range(4):
+        device.load(other, torch.zeros(capacity.queries, 20, dtype=torch.int32))
     device.load(plan, table)
     for name in ("work", "splits", "seen"):
         mine, theirs = getattr(device, name), torch.from_numpy(getattr(plan, name)).int()

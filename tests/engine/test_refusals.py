@@ -16,7 +16,7 @@ def start(folder, **arguments):
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "enforce_eager": True,
-        "block_size": 16,
+        "block_size": 32,
         "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
         "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
@@ -54,12 +54,19 @@ def test_a_model_with_absolute_positions(save):
         start(folder)
 
 
-def test_a_model_with_layers_that_are_not_rotated(save):
-    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+def test_a_model_that_rotates_otherwise_than_it_seems_to(tiny_model, monkeypatch):
+    """The rotation found in the model is tried out in every layer; here it is said to be another one."""
+    from lazyrag.backend.plugin import worker
+    from lazyrag.kernels.rope import Rope
 
-    folder = save(SmolLM3Config, SmolLM3ForCausalLM, **SMALL, no_rope_layer_interval=4, pad_token_id=0)
-    with pytest.raises(UnsupportedError, match=r"In 1 of the model's 4 layers \(model.layers.3"):
-        start(folder)
+    def find_rope(model):
+        rope, _ = stock(model)
+        return Rope(rope.inv_freq * 1.01, rope.head_size, rope.neox), None
+
+    stock = worker.find_rope
+    monkeypatch.setattr(worker, "find_rope", find_rope)
+    with pytest.raises(UnsupportedError, match=r"In 3 of the model's 3 layers \(model\.layers\.0\.self_attn\.attn, "):
+        start(tiny_model)
 
 
 def test_a_model_with_sliding_windows(save):

@@ -250,7 +250,7 @@ def _start_scores(
     """
     _, _, _, turned, _, _, _, _ = query
     _, line0, _, _ = tile0
-    _, line1, _, _ = tile1
+    valid1, line1, _, _ = tile1
     stage = j % STAGES
     entry = stage * HALVES
     if RAW:  # the lines come with the keys
@@ -261,7 +261,7 @@ def _start_scores(
         _turn(query, turn_buffer, line0, entry, side, FIRST, GROUP, D, R, NEOX, RAW)
     side0 = side
     if HALVES == 2:  # noqa: SIM102, the compiler knows this condition and not the next
-        if line1 != line0:
+        if (line1 != line0) & (valid1 > 0):
             side = side ^ 1
             _turn(query, turn_buffer, line1, entry + 1, side, FIRST, GROUP, D, R, NEOX, RAW)
     if not RAW:
@@ -517,7 +517,7 @@ def _attend(
     RAW: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One slice of one query tile for one key head."""
+    """One slice of one query tile for one key head; `turn_desc` is used if RAW."""
     gdc_launch_dependents()  # the merge may be put in place; it waits for our end
     head, kv_heads = gl.program_id(0), gl.num_programs(0)
     item = work + gl.program_id(1) * 6
@@ -633,9 +633,10 @@ def attend(
         raise ValueError(
             f"{launch} cannot run query tiles of {tiling.block_m} rows with {rotary_dim} turned dimensions"
         )
+    cache = describe_cache(kv_cache)
     _attend[(kv_heads, len(plan.work))](
-        describe_cache(kv_cache),
-        describe_turns(turns),
+        cache,
+        describe_turns(turns) if launch.raw else cache,
         query,
         output,
         workspace.part,

@@ -192,17 +192,19 @@ def loaded(fixed: bool) -> None:
     for r, pages in enumerate((1 + 7 + 3 + 5, 1, 3 + 1)):
         table[r, :pages] = 100 * r + torch.arange(pages, dtype=torch.int32)
     plan = make_plan(rows, tiling, slots=4)
-    capacity = Capacity(*(getattr(plan.size, name) + 5 for name in Capacity.__slots__))
+    spare = 12
+    capacity = Capacity(*(getattr(plan.size, name) + spare for name in Capacity.__slots__))
     device = DevicePlan(tiling, capacity, torch.device("cpu"), fixed=fixed)
-    # Larger plans have left their lines in every host buffer.
-    other = make_plan([Row(1, 1)] * capacity.queries, tiling, slots=1)
+    # A larger plan has left its lines in every host buffer.
+    other = make_plan([Row(1, 1)] * (plan.size.work + spare), tiling, slots=1)
+    assert other.size.work > plan.size.work
     for _ in range(4):
-        device.load(other, torch.zeros(capacity.queries, 20, dtype=torch.int32))
+        device.load(other, torch.zeros(len(other.runs), 20, dtype=torch.int32))
     device.load(plan, table)
     for name in ("work", "splits", "seen"):
         mine, theirs = getattr(device, name), torch.from_numpy(getattr(plan, name)).int()
         assert torch.equal(mine[: len(theirs)], theirs)
-        assert len(mine) == len(theirs) + 5 * fixed
+        assert len(mine) == len(theirs) + spare * fixed
         assert not mine[len(theirs) :].any()
     assert device.num_slots == (capacity if fixed else plan.size).slots
     lines = {(r, s): line for r, _, _, _, line, s in plan.runs.tolist()}

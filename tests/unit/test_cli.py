@@ -50,6 +50,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
 
     def start(config: Config, model: Path) -> FakeEngine:
         started.append(FakeEngine(model, mode=config.mode))
+        if config.kv_dir is not None:  # what an engine leaves there tells the next ingest what need not be computed
+            config.kv_dir.mkdir(parents=True, exist_ok=True)
+            (config.kv_dir / "chunk.safetensors").touch()
         return started[-1]
 
     monkeypatch.setattr(client, "start_engine", start)

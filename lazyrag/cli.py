@@ -387,6 +387,8 @@ def explain(
         text = prompt.read().decode()
     except UnicodeDecodeError:
         raise InputError("The prompt cannot be read:", why="it is not UTF-8 text.") from None
+    if run:
+        say("Starting the engine ...")
     rows = LazyRAG(config).explain(text, run=run)
     reply(row_values(rows), as_json, lambda: row_lines(rows))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -167,14 +168,14 @@ def stream(engine: Engine, request: Request) -> Iterator[Delta]:
             cancel()
 
 
-async def astream(engine: Engine, request: Request) -> AsyncIterator[Delta]:
+async def astream(engine: Engine, request: Request) -> AsyncGenerator[Delta, None]:
     """As `stream`, without blocking the caller's event loop."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event] = asyncio.Queue()
 
     def deliver(event: Event) -> None:
-        # The caller's loop may be gone (its task was cancelled, asyncio.run returned): nobody waits for the event then.
-        if not loop.is_closed():
+        # The caller's loop may be closed (its task was cancelled, asyncio.run returned): then nobody waits.
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     deadline = _Deadline(request.sampling.timeout_s)

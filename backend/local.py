@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import tempfile
 import threading
@@ -16,26 +15,36 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from lazyrag import errors
 from lazyrag.backend import wire
 from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request, Sampling
 from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.backend.layout import Span
-from lazyrag.errors import ConfigError, ContextOverflowError, EngineDeadError, EngineError, EngineStartError
-from lazyrag.types import DISK, HBM, Reuse
-
-logger = logging.getLogger(__name__)
+from lazyrag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineDeadError,
+    EngineError,
+    EngineStartError,
+    RequestError,
+)
+from lazyrag.types import COMPUTED, DISK, HBM, Reuse
 
 SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
 THREAD = "lazyrag-engine"
+REQUEST = "lazyrag-request-"
 PLUGIN = "lazyrag.backend.plugin"
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -54,6 +63,7 @@ class LocalEngine:
         engine_args: further arguments of vLLM's AsyncEngineArgs; they win.
 
     Raises:
+        ConfigError: vLLM knows no such argument, or refuses its value.
         MissingExtraError: vLLM is not installed.
         UnsupportedError: the model or a setting is refused; the message holds every reason.
         EngineStartError: vLLM could not start.
@@ -89,11 +99,13 @@ class LocalEngine:
             arguments |= plugin_arguments(mode, debug)
             if kv_root is not None:
                 arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
-        arguments |= engine_args or {}
+        arguments |= with_own_config(engine_args or {}, arguments)
         self._mode = mode
         self._counters: Counter[str] = Counter()
         self._ids = itertools.count()
         self._closed = False
+        # A request is either handed to the loop before `close` looks for what is in flight, or refused.
+        self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=THREAD, daemon=True)
         self._thread.start()
@@ -113,7 +125,14 @@ class LocalEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "vLLM does not accept the engine's settings:",
+                why=explanation(error),
+                fix="engine_args holds arguments of `vllm serve`, with underscores.",
+            ) from error
         model = config.model_config
         fingerprint = model_fingerprint(
             model.model, dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype=config.cache_config.cache_dtype
@@ -135,21 +154,25 @@ class LocalEngine:
 
     def close(self) -> None:
         """Stop the engine; requests in flight get `EngineDeadError`. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wait(self._stop())
-        self._stop_loop()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._wait(self._stop_requests())
+            # In this thread: once the interpreter is shutting down, a loop can give work to no other one.
+            self._llm.shutdown(timeout=SHUTDOWN_S)
+            del self._llm  # its finaliser shuts down once more, and must not do so when the interpreter is half gone
+        finally:
+            self._stop_loop()
 
-    async def _stop(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith("lazyrag-request-")]
+    async def _stop_requests(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith(REQUEST)]
         for task in tasks:
-            task.cancel("closed")
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if (handler := self._llm.output_handler) is not None:
             handler.cancel()  # it would report the death of the engine core as an error
-        await asyncio.to_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
-        del self._llm  # its finaliser shuts down once more, and must not do so when the interpreter is half gone
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -157,7 +180,7 @@ class LocalEngine:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     # ------------------------------------------------------------ requests
@@ -170,55 +193,58 @@ class LocalEngine:
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """See `lazyrag.backend.engine.Engine.submit`."""
         started = time.monotonic()
-        if self._closed:
+        with self._closing:
+            closed = self._closed
+            if not closed:
+                running: Future[None] = asyncio.run_coroutine_threadsafe(
+                    self._run(request, deliver, started), self._loop
+                )
+        if closed:
             deliver(EngineDeadError("The engine is closed."))
             return lambda: None
-        future: Future[None] = asyncio.run_coroutine_threadsafe(self._named(request, deliver, started), self._loop)
-        return lambda: future.cancel() and None
 
-    async def _named(self, request: Request, deliver: Deliver, started: float) -> None:
+        def cancel() -> None:
+            running.cancel()
+
+        return cancel
+
+    async def _run(self, request: Request, deliver: Deliver, started: float) -> None:
+        name = f"{REQUEST}{next(self._ids)}"
         task = asyncio.current_task()
         assert task is not None
-        task.set_name(f"lazyrag-request-{next(self._ids)}")
+        task.set_name(name)
         try:
-            await self._run(task.get_name(), request, deliver, started)
-        except asyncio.CancelledError as cancelled:
-            if "closed" in cancelled.args:
+            await self._generate(name, request, deliver, started)
+        except asyncio.CancelledError:
+            if self._closed:
                 deliver(EngineDeadError("The engine was closed while this request was in flight."))
             raise
         except Exception as error:
-            deliver(self._request_error(error))
+            deliver(request_error(error))
 
-    async def _run(self, name: str, request: Request, deliver: Deliver, started: float) -> None:
+    async def _generate(self, name: str, request: Request, deliver: Deliver, started: float) -> None:
         check_length(request, self._info.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.namespace:
             prompt["cache_salt"] = request.namespace
-        ttft = None
         params = sampling_params(request, lazy=self._mode != "exact")
-        async for output in self._llm.generate(prompt, params, request_id=name):
-            completion = output.outputs[0]
-            if ttft is None and completion.token_ids:
-                ttft = time.monotonic() - started
-            if not output.finished:
-                deliver(delta(completion))
-                continue
-            report = (output.kv_transfer_params or {}).get(wire.REPORT, {})
-            if "error" in report:
-                raise refused(report["error"])
-            reuse = reuse_of(request, report, output.num_cached_tokens or 0)
-            self._count(reuse)
-            deliver(delta(completion, reuse=reuse, ttft_s=ttft))
-
-    def _request_error(self, error: Exception) -> Exception:
-        if isinstance(error, errors.LazyRAGError):
-            return error
-        name = type(error).__name__
-        if name == "EngineDeadError":
-            return EngineDeadError("The engine stopped.", why=str(error), fix="vLLM's log names the cause; start anew.")
-        if name in {"VLLMValidationError", "ValueError"}:
-            return errors.RequestError("vLLM refused the request.", why=str(error))
-        return EngineError("The request failed inside vLLM.", why=f"{name}: {error}")
+        ttft = None
+        async with aclosing(self._llm.generate(prompt, params, request_id=name)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if ttft is None and completion.token_ids:
+                    ttft = time.monotonic() - started
+                if not output.finished:
+                    deliver(delta(completion))
+                    continue
+                if error := wire.error_from_params(output.kv_transfer_params):
+                    raise error
+                if completion.finish_reason == "error":
+                    raise RequestError("The request failed inside vLLM.", why="Its log says more.")
+                report = wire.report_from_params(output.kv_transfer_params)
+                reuse = reuse_of(request, report, output.num_cached_tokens or 0)
+                self._count(reuse)
+                deliver(delta(completion, reuse=reuse, ttft_s=ttft))
 
     def _count(self, reuse: Reuse) -> None:
         self._counters.update(
@@ -227,7 +253,7 @@ class LocalEngine:
 
     def stats(self) -> dict[str, Any]:
         """Sums over the finished requests: requests, prompt_tokens, reused_tokens, and segments by source."""
-        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, "computed")
+        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, COMPUTED)
         return {key: self._counters[key] for key in keys}
 
 
@@ -276,6 +302,14 @@ def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
     }
 
 
+def with_own_config(engine_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's arguments, whose `additional_config` keeps what LazyRAG has put into its own."""
+    if "additional_config" not in engine_args:
+        return dict(engine_args)
+    merged = {**engine_args["additional_config"], **arguments.get("additional_config", {})}
+    return {**engine_args, "additional_config": merged}
+
+
 def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
     """The engine's `kv_transfer_config` for chunk KV on disk; the fingerprint is added when the model is resolved."""
     return {
@@ -298,6 +332,13 @@ def start_error(error: Exception, refusals: str) -> Exception:
     if refusals:
         return errors.UnsupportedError(refusals)
     return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")
+
+
+def explanation(error: Exception) -> str:
+    """What an exception says; of pydantic's, without its dump of everything that was given."""
+    if isinstance(error, ValidationError):
+        return "; ".join(found["msg"] for found in error.errors())
+    return str(error)
 
 
 _starting = threading.Lock()
@@ -325,6 +366,7 @@ def starting() -> Iterator[Path]:
     with _starting, tempfile.TemporaryDirectory(prefix="lazyrag-") as folder:
         refusals = Path(folder) / "refusals"
         refusals.touch()
+        before = dict(os.environ)
         os.environ[wire.REFUSALS] = str(refusals)
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # vLLM's own imports cause some
         spawn.get_preparation_data = without_main
@@ -332,7 +374,9 @@ def starting() -> Iterator[Path]:
             yield refusals
         finally:
             spawn.get_preparation_data = stock
-            del os.environ[wire.REFUSALS]
+            for name in (wire.REFUSALS, "PYTHONWARNINGS"):
+                if name not in before:
+                    del os.environ[name]
 
 
 # ---------------------------------------------------------------- one request
@@ -371,7 +415,7 @@ def sampling_params(request: Request, *, lazy: bool) -> Any:
             extra_args=extra or None,
         )
     except ValueError as error:
-        raise ConfigError("A sampling setting is not valid.", why=str(error)) from error
+        raise RequestError("A sampling setting is not valid:", why=explanation(error)) from error
 
 
 def delta(completion: Any, *, reuse: Reuse | None = None, ttft_s: float | None = None) -> Delta:
@@ -386,25 +430,32 @@ def delta(completion: Any, *, reuse: Reuse | None = None, ttft_s: float | None =
     )
 
 
-def reuse_of(request: Request, report: Mapping[str, Any], num_cached_tokens: int) -> Reuse:
+def reuse_of(request: Request, report: wire.WireReport | None, num_cached_tokens: int) -> Reuse:
     """What was reused, in tokens of the logical prompt.
 
     Args:
         request: the request.
-        report: the scheduler's (`wire`); empty for an ordinary request.
+        report: the scheduler's; None for an ordinary request.
         num_cached_tokens: vLLM's own count; for a lazy request it counts padded tokens and is not used.
     """
-    if not report:
+    if report is None:
         return Reuse(len(request.token_ids), num_cached_tokens)
     sources = tuple(report["sources"])
     reused = sum(s.num_tokens for s, source in zip(request.segments, sources, strict=True) if source in (HBM, DISK))
     return Reuse(len(request.token_ids), reused + report["cached_suffix_tokens"], sources)
 
 
-def refused(error: Mapping[str, str]) -> errors.RequestError:
-    """The scheduler's refusal as the exception it names."""
-    kind = getattr(errors, error["kind"], None)
-    with suppress(TypeError):
-        if issubclass(kind, errors.RequestError):  # type: ignore[arg-type]
-            return kind(error["what"], why=error["why"], fix=error["fix"])  # type: ignore[misc]
-    return errors.RequestError(error["what"], why=error["why"], fix=error["fix"])
+def request_error(error: Exception) -> EngineError:
+    """What the caller is told of an exception that ended a request."""
+    if type(error).__name__ == "EngineGenerateError" and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # vLLM's wrapper, which says nothing
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, errors.LazyRAGError):
+        return RequestError(error.what, why=error.why, fix=error.fix)
+    name = type(error).__name__
+    if name == "EngineDeadError":
+        return EngineDeadError("The engine stopped.", why=str(error), fix="vLLM's log names the cause; start anew.")
+    if isinstance(error, ValueError) or name == "VLLMValidationError":
+        return RequestError("vLLM refused the request:", why=explanation(error))
+    return EngineError("The request failed inside vLLM.", why=f"{name}: {error}")

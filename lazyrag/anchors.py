@@ -91,6 +91,11 @@ class AnchorIndex:
     def __len__(self) -> int:
         return sum(int(run.alive.sum()) for run in self._runs)
 
+    def chunk_ids(self) -> set[ChunkId]:
+        """The chunks that are indexed."""
+        digits = "".join(run.living()["id"].tobytes().hex() for run in self._runs)
+        return {digits[start : start + 32] for start in range(0, len(digits), 32)}
+
     # ---------------------------------------------------------------- changing
 
     def add(self, items: Iterable[tuple[ChunkId, str]]) -> list[ChunkId]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import logging
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import MISSING, fields, replace
 from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from lazyrag.anchors import MIN_CHARS
 from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import Message, render
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from lazyrag.retrievers.search import Searcher
     from lazyrag.retrievers.store import Store
 
+logger = logging.getLogger(__name__)
+
 Prompt: TypeAlias = str | Sequence[Message] | PromptPlan
 
 DEFAULT_BLOCK_SIZE = 32
@@ -39,6 +44,10 @@ REMEMBERED = ("model", "mode", "preamble", "dtype", "embedder")
 
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
 """The system message of `LazyRAG.query`, unless a preamble is set."""
+
+MAX_LOOKS = 64
+"""How many prompts without any known chunk a client searches for altered ones. What alters chunks alters them every
+time, and a client that is never asked about documents shall not pay for the search."""
 
 
 class LazyRAG:
@@ -54,7 +63,7 @@ class LazyRAG:
         ConfigError: a setting that cannot be.
     """
 
-    _shared: ClassVar[dict[Config, LazyRAG]] = {}
+    _shared: ClassVar[dict[tuple[Config, frozenset[str]], LazyRAG]] = {}
     _shared_lock: ClassVar = threading.Lock()
 
     def __init__(self, config: Config | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
@@ -62,24 +71,29 @@ class LazyRAG:
             raise ConfigError(
                 "Give either a Config or settings, not both.", why=f"Both were given: {sorted(settings)}."
             )
-        self._configured = config if config is not None else Config.load(**settings)
-        self._config: Config | None = None
+        self._config = config if config is not None else Config.load(**settings)
         self._engine = engine
-        self._lock = threading.RLock()
         self._tokenizer: Tokenizer | None = None
         self._store: Store | None = None
         self._library: Library | None = None
         self._planner: Planner | None = None
         self._searcher: Searcher | None = None
+        self._looks_left = MAX_LOOKS
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+        # Starting an engine and loading an embedder take long, and nobody else shall wait for them.
+        self._engine_lock = threading.Lock()
+        self._searcher_lock = threading.Lock()
 
     @classmethod
     def shared(cls, config: Config | None = None, **settings: Any) -> LazyRAG:
         """The process's client for these settings; the same object for the same settings."""
         config = config if config is not None else Config.load(**settings)
+        key = config, unset(config)
         with cls._shared_lock:
-            if config not in cls._shared:
-                cls._shared[config] = cls(config)
-            return cls._shared[config]
+            if key not in cls._shared:
+                cls._shared[key] = cls(config)
+            return cls._shared[key]
 
     # ------------------------------------------------------------ what needs no engine
 
@@ -87,15 +101,8 @@ class LazyRAG:
     def config(self) -> Config:
         """The settings; those of `REMEMBERED` that nobody set are the ones that the store was last filled with."""
         with self._lock:
-            if self._config is None:
-                self._config = self._remembered()
+            self._look_for_store()
             return self._config
-
-    def _remembered(self) -> Config:
-        given = self._configured
-        known = self.store.settings() if self.store is not None else {}
-        unset = {name: known[name] for name in REMEMBERED if name in known and given.origin(name) == "default"}
-        return replace(given, **unset, origins={**given.origins, **dict.fromkeys(unset, str(given.store))})
 
     @property
     def model(self) -> Path:
@@ -105,14 +112,29 @@ class LazyRAG:
     @property
     def store(self) -> Store | None:
         """The store, opened; None if no store is configured, or nothing was ever ingested into it."""
-        directory = self._configured.store
         with self._lock:
-            if self._store is None and directory is not None:
-                from lazyrag.retrievers.store import FILE_NAME, Store
-
-                if (directory / FILE_NAME).is_file():
-                    self._store = Store.open(directory)
+            self._look_for_store()
             return self._store
+
+    def _look_for_store(self) -> None:
+        directory = self._config.store
+        if self._store is None and directory is not None:
+            from lazyrag.retrievers.store import FILE_NAME, Store
+
+            if (directory / FILE_NAME).is_file():
+                self._take_store(Store.open(directory))
+
+    def _take_store(self, store: Store) -> None:
+        """Use a store from now on; this client may have worked without it before."""
+        known = store.settings()
+        remembered: dict[str, Any] = {name: known[name] for name in unset(self._config) & known.keys()}
+        origins = {**self._config.origins, **dict.fromkeys(remembered, str(store.directory))}
+        self._config = replace(self._config, **remembered, origins=origins)
+        self._store = store
+        self._planner = None
+        if (before := self._library) is not None:
+            self._library = Library(self.tokenizer, store, self._config.namespace)
+            self._library.register(before.registered)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,8 +148,9 @@ class LazyRAG:
     def library(self) -> Library:
         """The chunks that this client's namespace knows."""
         with self._lock:
+            self._look_for_store()
             if self._library is None:
-                self._library = Library(self.tokenizer, self.store, self.config.namespace)
+                self._library = Library(self.tokenizer, self._store, self._config.namespace)
             return self._library
 
     @property
@@ -137,12 +160,17 @@ class LazyRAG:
             return self._engine.info.max_model_len
         return self.config.max_model_len or context_window(self.model)
 
+    @property
+    def _mode(self) -> str:
+        return self._engine.info.mode if self._engine is not None else self.config.mode
+
     def register(self, texts: Iterable[str]) -> list[ChunkId]:
         """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
 
         Nothing is computed yet: the first prompt that holds a chunk computes its KV, or `warm` does.
         """
-        return self.library.register(texts)
+        with self._lock:
+            return self.library.register(texts)
 
     def plan(self, prompt: Prompt, *, hints: Sequence[str] = (), tools: Sequence[Any] | None = None) -> PromptPlan:
         """How a prompt will be sent: which parts are known chunks, in its own order.
@@ -155,6 +183,14 @@ class LazyRAG:
         if isinstance(prompt, PromptPlan):
             return prompt
         self.library.refresh()
+        plan = self._plan(prompt, hints, tools)
+        if not plan.chunk_ids:
+            self._warn_of_altered(plan.text)
+        return plan
+
+    def _plan(
+        self, prompt: str | Sequence[Message], hints: Sequence[str] = (), tools: Sequence[Any] | None = None
+    ) -> PromptPlan:
         planner = self._planner_for_engine()
         if isinstance(prompt, str):
             return planner.plan_text(prompt, hints=hints)
@@ -163,7 +199,7 @@ class LazyRAG:
     def _planner_for_engine(self) -> Planner:
         configured = self.config.block_size or DEFAULT_BLOCK_SIZE
         block_size = self._engine.info.block_size if self._engine is not None else configured
-        mode = self._engine.info.mode if self._engine is not None else self.config.mode
+        mode = self._mode
         with self._lock:
             if self._planner is None or (self._planner.block_size, self._planner.mode) != (block_size, mode):
                 self._planner = Planner(
@@ -177,15 +213,33 @@ class LazyRAG:
                 )
             return self._planner
 
+    def _warn_of_altered(self, text: str) -> None:
+        """Say, once for each kind of change, that a prompt holds chunks only in changed form: none of it is reused."""
+        if len(text) < MIN_CHARS or not len(self.library):
+            return
+        with self._lock:
+            if not self._looks_left:
+                return
+            self._looks_left -= 1
+        from lazyrag.explain import Alterations
+
+        for altered in Alterations(self.library.segmenter).find(text):
+            with self._lock:
+                if altered.kind in self._warned:
+                    continue
+                self._warned.add(altered.kind)
+            logger.warning("A prompt holds known chunks in changed form, which reuse no KV. %s", altered.fix)
+
     # ------------------------------------------------------------ what runs the model
 
     @property
     def engine(self) -> Engine:
         """The engine; the first access starts it, which takes tens of seconds."""
-        with self._lock:
-            if self._engine is None:
-                self._engine = shared_engine(self.config, self.model)
-            return self._engine
+        if self._engine is None:
+            with self._engine_lock:
+                if self._engine is None:
+                    self._engine = shared_engine(self.config, self.model)
+        return self._engine
 
     @property
     def info(self) -> EngineInfo:
@@ -205,8 +259,7 @@ class LazyRAG:
         Raises:
             EngineError: the first of the prompts' errors.
         """
-        engine = self.engine
-        plans = [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
+        engine, plans = self._prepare(prompts, hints, tools)
         results = engines.generate(engine, [self._request(plan, sampling) for plan in plans])
         return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
 
@@ -219,8 +272,7 @@ class LazyRAG:
         tools: Sequence[Any] | None = None,
     ) -> list[Answer]:
         """As `generate`, without blocking the caller's event loop."""
-        engine = await asyncio.to_thread(lambda: self.engine)
-        plans = [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
+        engine, plans = await asyncio.to_thread(self._prepare, prompts, hints, tools)
         results = await engines.agenerate(engine, [self._request(plan, sampling) for plan in plans])
         return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
 
@@ -233,8 +285,8 @@ class LazyRAG:
         tools: Sequence[Any] | None = None,
     ) -> Iterator[Delta]:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
-        engine = self.engine
-        yield from engines.stream(engine, self._request(self.plan(prompt, hints=hints, tools=tools), sampling))
+        engine, (plan,) = self._prepare([prompt], hints, tools)
+        yield from engines.stream(engine, self._request(plan, sampling))
 
     async def astream(
         self,
@@ -243,12 +295,22 @@ class LazyRAG:
         *,
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """As `stream`, without blocking the caller's event loop."""
-        engine = await asyncio.to_thread(lambda: self.engine)
-        request = self._request(self.plan(prompt, hints=hints, tools=tools), sampling)
-        async for delta in engines.astream(engine, request):
-            yield delta
+        engine, (plan,) = await asyncio.to_thread(self._prepare, [prompt], hints, tools)
+        async with aclosing(engines.astream(engine, self._request(plan, sampling))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def _prepare(
+        self, prompts: Sequence[Prompt], hints: Sequence[str], tools: Sequence[Any] | None
+    ) -> tuple[Engine, list[PromptPlan]]:
+        engine = self.engine  # first: it says the block size and the mode that are planned for
+        return engine, [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
+
+    def _request(self, plan: PromptPlan, sampling: Sampling | None) -> Request:
+        default = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
+        return Request(plan.token_ids, plan.segments, plan.prefix_len, sampling or default, self.config.namespace)
 
     def warm(self, ids: Iterable[ChunkId]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         """Compute the KV of known chunks now (or find it on disk); unknown and unusable ones are passed over."""
@@ -258,17 +320,24 @@ class LazyRAG:
     def _warm_tokens(
         self, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        engine = self.engine
         prefix = self._prefix()
         tail = self.tokenizer.encode_plain("\n")[-1]
-        yield from engines.warm(self.engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
+        yield from engines.warm(engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
 
     def _prefix(self) -> tuple[int, ...]:
         """Tokens of the preamble as it begins a chat (or, of a model without chat template, a string prompt)."""
-        if self.config.mode != "lazy-prefix":
+        if self._mode != "lazy-prefix":
             return ()
         preamble = self.config.preamble
         chat = [Message("system", preamble), Message("user", "?")]
-        plan = self.plan(chat if self.tokenizer.chat_template is not None else f"{preamble}\n?")
+        plan = self._plan(chat if self.tokenizer.chat_template is not None else f"{preamble}\n?")
+        if not plan.prefix_len:
+            raise ConfigError(
+                "Chunks cannot be computed behind the preamble:",
+                why="with this model's chat template, a chat does not begin with its system message.",
+                fix="Use mode lazy, or a model whose template does.",
+            )
         return plan.token_ids[: plan.prefix_len]
 
     # ------------------------------------------------------------ what needs a store
@@ -287,11 +356,11 @@ class LazyRAG:
         from lazyrag.retrievers.store import Store
         from lazyrag.splitter import Splitter
 
-        if self.store is None and self._configured.store is not None:
+        directory = self.config.store
+        if self.store is None and directory is not None:
             self.tokenizer.fingerprint  # noqa: B018  (a wrong model is an error before there is a store)
             with self._lock:
-                self._store = Store.open(self._configured.store, create=True)
-                self._library = None
+                self._take_store(Store.open(directory, create=True))
         return ingest.plan(
             self._needed_store(),
             paths,
@@ -326,21 +395,23 @@ class LazyRAG:
         from lazyrag import ingest
 
         plan = plan or self.plan_ingest(paths, documents=documents)
-        warm = warm and self.config.mode != "exact"
-        if warm:
-            fingerprint = self._kv_fingerprint()
+        warm = warm and self._mode != "exact"
+        fingerprint = self._kv_fingerprint(plan.store) if warm else None
         settings = {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
         plan.store.remember(**settings)
-        yield from ingest.run(
-            plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint if warm else None
-        )
+        yield from ingest.run(plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint)
 
-    def _kv_fingerprint(self) -> str | None:
+    def _kv_fingerprint(self, store: Store) -> str | None:
         """Names what the chunks' KV on disk depends on; None if it is not kept."""
-        if self.config.kv_dir is None:
+        folder = self.config.kv_dir
+        if folder is None:
             return None
+        model = self.info.fingerprint
         prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
-        return f"{self.info.fingerprint}-{prefix}"
+        fingerprint = f"{model}-{prefix}"
+        if next(_kv_files(folder), None) is None:  # somebody has deleted it
+            store.forget_warm(fingerprint)
+        return fingerprint
 
     def search(self, query: str, k: int = 4) -> list[Hit]:
         """The k stored chunks nearest to a query, each with the place it came from.
@@ -355,7 +426,7 @@ class LazyRAG:
         return await asyncio.to_thread(self.search, query, k)
 
     def _search(self) -> Searcher:
-        with self._lock:
+        with self._searcher_lock:
             if self._searcher is None:
                 from lazyrag.retrievers.embed import load_embedder
                 from lazyrag.retrievers.search import Searcher
@@ -364,14 +435,14 @@ class LazyRAG:
             return self._searcher
 
     def _needed_store(self) -> Store:
-        directory = self._configured.store
+        directory, store = self.config.store, self.store
         if directory is None:
             raise ConfigError("No store is named.", fix="Pass store=..., --store or LAZYRAG_STORE: a folder.")
-        if self.store is None:
+        if store is None:
             raise ConfigError(
                 f"There is no store in {directory}.", fix=f"Make one: lazyrag ingest PATH --store {directory}"
             )
-        return self.store
+        return store
 
     def question(self, question: str, k: int = 4) -> tuple[Prompt, list[Hit]]:
         """The prompt that `query` sends for a question, and the stored chunks it holds."""
@@ -398,27 +469,39 @@ class LazyRAG:
         """
         from lazyrag.explain import Alterations, explain
 
-        reuse = None
+        plan, reuse = None, None
         if run:
             (answer,) = self.generate([prompt], Sampling(max_tokens=1))
-            reuse = answer.reuse
-        return explain(self.plan(prompt), reuse, nearest=Alterations(self.library.segmenter).find)
+            plan, reuse = answer.plan, answer.reuse
+        return explain(plan or self.plan(prompt), reuse, nearest=Alterations(self.library.segmenter).find)
 
     def stats(self) -> dict[str, Any]:
         """Counts of the store, of its KV on disk, and of the engine if it runs."""
         out: dict[str, Any] = {}
-        if self.store is not None:
-            out["store"] = self.store.stats(self.config.namespace)
-        if self.config.kv_dir is not None:
-            files = [path for path in self.config.kv_dir.rglob("*.safetensors") if path.is_file()]
-            out["kv"] = {"chunks": len(files), "bytes": sum(path.stat().st_size for path in files)}
+        config, store = self.config, self.store
+        if store is not None:
+            out["store"] = store.stats(config.namespace)
+        if config.kv_dir is not None:
+            sizes = []
+            for path in _kv_files(config.kv_dir):
+                with suppress(FileNotFoundError):  # an engine has dropped it since
+                    sizes.append(path.stat().st_size)
+            out["kv"] = {"chunks": len(sizes), "bytes": sum(sizes)}
         if self._engine is not None:
             out["engine"] = self._engine.stats()
         return out
 
-    def _request(self, plan: PromptPlan, sampling: Sampling | None) -> Request:
-        default = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
-        return Request(plan.token_ids, plan.segments, plan.prefix_len, sampling or default, self.config.namespace)
+
+def unset(config: Config) -> frozenset[str]:
+    """Those of `REMEMBERED` that nobody set."""
+    defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    return frozenset(
+        name for name in REMEMBERED if config.origin(name) == "default" and getattr(config, name) == defaults[name]
+    )
+
+
+def _kv_files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*.safetensors") if path.is_file())
 
 
 def _answer(plan: PromptPlan, result: Delta | Exception) -> Answer:
@@ -459,10 +542,15 @@ def model_folder(name: str) -> Path:
 
 
 def context_window(model: Path) -> int:
-    """The model's context in tokens, as its config.json says."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    found = config.get("max_position_embeddings")
+    """The model's context in tokens, as its config.json says.
+
+    Raises:
+        ConfigError: it does not say so.
+    """
+    found = None
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        found = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(found, int):
         raise ConfigError(f"{model}/config.json names no max_position_embeddings.", fix="Set max_model_len.")
     return found
@@ -474,7 +562,7 @@ _engines_lock = threading.Lock()
 
 def shared_engine(config: Config, model: Path) -> Engine:
     """The process's engine for these settings; started if there is none. Closed when the process ends."""
-    key = (*config.engine_key(), str(model))
+    key = replace(config, model=str(model)).engine_key()
     with _engines_lock:
         if key not in _engines:
             _engines[key] = start_engine(config, model)

@@ -1,22 +1,34 @@
 """The chunks that one namespace knows: what its store holds, and what was registered by hand.
 
-Keeps the segmenter's index in step with the store, which other processes may change at any time.
+Keeps the segmenter's index in step with the store, which other processes may change at any time. A large index is kept
+in the store's folder, so that the next process need not make it again. That file may be of any age: a chunk's id is a
+digest of its text, so what an old index holds is right, and comparing ids says what it lacks.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from lazyrag.anchors import AnchorIndex
+from lazyrag.errors import StoreError
 from lazyrag.segmenter import Segmenter
 from lazyrag.types import ChunkId, canonical, chunk_id
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lazyrag.retrievers.store import Store
     from lazyrag.tokens import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SAVE_AFTER = 4096
+"""Changed chunks after which the index is written; making it anew for so many takes about 0.1 s."""
 
 
 class Library:
@@ -33,20 +45,27 @@ class Library:
         self._store = store
         self._namespace = namespace
         self._registered: dict[ChunkId, str] = {}
-        self._tokens: dict[ChunkId, tuple[int, ...]] = {}
-        self._index = AnchorIndex(secret=store.secret if store else secrets.token_bytes(32))
-        self._indexed: set[ChunkId] = set()
+        self._index = _load(store, namespace) if store is not None else AnchorIndex(secret=secrets.token_bytes(32))
+        self._indexed = self._index.chunk_ids()
+        self._unsaved = 0
         self._generation = -1
         self._lock = threading.RLock()
         self.segmenter = Segmenter(self._index, self.texts)
+
+    def __len__(self) -> int:
+        return len(self._indexed)
+
+    @property
+    def registered(self) -> list[str]:
+        """The texts that were registered by hand."""
+        return list(self._registered.values())
 
     def register(self, texts: Iterable[str]) -> list[ChunkId]:
         """Make texts known as chunks; their ids in order. Nothing is computed."""
         given = [(chunk_id(text), canonical(text)) for text in texts]
         with self._lock:
-            fresh = {id: text for id, text in given if id not in self._registered}
-            self._registered |= fresh
-            self._add([(id, text) for id, text in fresh.items() if id not in self._indexed])
+            self._registered |= dict(given)
+            self._add((id, text) for id, text in given if id not in self._indexed)
         return [id for id, _ in given]
 
     def refresh(self) -> None:
@@ -54,6 +73,7 @@ class Library:
         if self._store is None:
             return
         with self._lock:
+            # Read before the ids: whatever is written in between is looked at again next time.
             generation = self._store.generation(self._namespace)
             if generation == self._generation:
                 return
@@ -61,19 +81,38 @@ class Library:
             gone = self._indexed - stored - self._registered.keys()
             self._index.remove(gone)
             self._indexed -= gone
-            for id in gone:
-                self._tokens.pop(id, None)
-            new = stored - self._indexed
-            self._add(
-                [(id, text) for id, text in self._store.texts(self._namespace) if id in new]
-                if len(new) > len(stored) // 2
-                else list(self._store.get_texts(new, self._namespace).items())
-            )
+            self._unsaved += len(gone) + self._add(self._stored_texts(stored - self._indexed, len(stored)))
             self._generation = generation
+            if self._unsaved >= SAVE_AFTER:
+                self._save(self._store)
 
-    def _add(self, items: Sequence[tuple[ChunkId, str]]) -> None:
-        self._index.add(items)
-        self._indexed |= {id for id, _ in items}
+    def _stored_texts(self, ids: set[ChunkId], num_stored: int) -> Iterator[tuple[ChunkId, str]]:
+        assert self._store is not None
+        if len(ids) <= num_stored // 2:
+            yield from self._store.get_texts(ids, self._namespace).items()
+        else:
+            yield from ((id, text) for id, text in self._store.texts(self._namespace) if id in ids)
+
+    def _add(self, items: Iterable[tuple[ChunkId, str]]) -> int:
+        """Index chunks; how many of them could be."""
+        seen: set[ChunkId] = set()
+
+        def noted() -> Iterator[tuple[ChunkId, str]]:
+            for id, text in items:
+                seen.add(id)
+                yield id, text
+
+        unindexable = self._index.add(noted())
+        self._indexed |= seen
+        return len(seen) - len(unindexable)
+
+    def _save(self, store: Store) -> None:
+        folder = _folder(store, self._namespace)
+        try:
+            self._index.save(folder)
+        except OSError as error:
+            logger.warning("The chunk index cannot be kept in %s (%s); starts are slower.", folder, error.strerror)
+        self._unsaved = 0
 
     def texts(self, ids: Iterable[ChunkId]) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are known."""
@@ -84,15 +123,22 @@ class Library:
 
     def tokens(self, id: ChunkId) -> tuple[int, ...]:
         """The chunk's token ids; empty if it is unknown or its text does not survive the tokenizer."""
-        found = self._tokens.get(id)
-        if found is None:
-            if id in self._registered:
-                text = self._registered[id]
-                found = tuple(self._tokenizer.encode_plain(text)) if self._tokenizer.round_trips(text) else ()
-            else:
-                found = self._store.get_tokens([id], self._namespace).get(id, ()) if self._store else ()
-            self._tokens[id] = found
-        return found
+        text = self._registered.get(id)
+        if text is not None:
+            return tuple(self._tokenizer.encode_plain(text)) if self._tokenizer.round_trips(text) else ()
+        return self._store.get_tokens([id], self._namespace).get(id, ()) if self._store else ()
 
-    def __len__(self) -> int:
-        return len(self._indexed)
+
+def _folder(store: Store, namespace: str) -> Path:
+    return store.directory / "anchors" / blake2b(namespace.encode(), digest_size=8).hexdigest()
+
+
+def _load(store: Store, namespace: str) -> AnchorIndex:
+    """The index as it was last saved; an empty one if there is none or it is of no use."""
+    folder = _folder(store, namespace)
+    try:
+        return AnchorIndex.load(folder, secret=store.secret)
+    except StoreError as error:
+        if folder.exists():
+            logger.warning("%s It is made again.", error)
+        return AnchorIndex(secret=store.secret)

@@ -6,7 +6,10 @@ a step looks like; `variants` lists all that `choose` may pick, so that they can
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -136,10 +139,11 @@ def kernel_for(shape: Shape, gpu: Gpu | None) -> Kernel:
     return "hopper" if served else "portable"
 
 
-def variants(shape: Shape, gpu: Gpu) -> dict[str, Variant]:
+@cache
+def variants(shape: Shape, gpu: Gpu) -> Mapping[str, Variant]:
     """All variants that `choose` may pick, by name."""
     found = _hopper_variants(shape) if kernel_for(shape, gpu) == "hopper" else _portable_variants(shape, gpu)
-    return {variant.name: variant for variant in found}
+    return MappingProxyType({variant.name: variant for variant in found})
 
 
 def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, padded: float = 2.0) -> Variant:

@@ -309,19 +309,20 @@ def attend(
         # [R, T, H, G, D] -> [R, H, G, T, D]
         shape = (group.num_rows, group.num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
         q = query.index_select(0, group.tokens).view(shape).permute(0, 2, 3, 1, 4).contiguous()
-        k, v = key.index_select(0, group.tokens), value.index_select(0, group.tokens)
-        out = _attend_group(q, k, v, lines, group, rope, scale)
+        own = None
+        if group.num_queries > 1:
+            own = _causal(q, key.index_select(0, group.tokens), value.index_select(0, group.tokens), scale)
+        out = _attend_group(q, own, lines, group, rope, scale)
         output.index_copy_(0, group.tokens, out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_size))
 
 
 def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, lines: Tensor, group: Group, rope: Rope | None, scale: float
+    q: Tensor, own: tuple[Tensor, Tensor] | None, lines: Tensor, group: Group, rope: Rope | None, scale: float
 ) -> Tensor:
-    """Queries [R, H, G, T, D], k and v [R * T, H, D] -> [R, H, G, T, D]."""
-    num_rows, num_kv_heads, gqa, num_queries, _ = q.shape
-    own = _causal(q, k, v, scale) if num_queries > 1 else None
+    """Queries [R, H, G, T, D] and their attention among themselves, if there are several -> [R, H, G, T, D]."""
     if own is not None and not group.tiles:
         return own[0]
+    num_rows, num_kv_heads, gqa, num_queries, _ = q.shape
     lse = torch.full((num_rows * group.num_parts, num_kv_heads, gqa, num_queries), float("-inf"))
     if own is not None:
         lse[0] = own[1][0]
@@ -334,8 +335,12 @@ def _attend_group(
     weight = lse.view(num_rows, group.num_parts, -1).softmax(1).view(lse.shape).unsqueeze(-1)
     out = own[0] * weight[:1] if own is not None else torch.zeros(q.shape)
     for tiles, part in zip(group.tiles, parts, strict=True):
-        seen = slice(tiles.first_query, None)
-        out[..., seen, :].index_add_(0, tiles.row, part * weight[..., seen, :].index_select(0, tiles.part))
+        seen = out[..., tiles.first_query :, :]
+        weighted = part * weight[..., tiles.first_query :, :].index_select(0, tiles.part)
+        if num_rows == 1:
+            seen += weighted.sum(0)
+        else:
+            seen.index_add_(0, tiles.row, weighted)
     return out.to(q.dtype)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
-TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async", "tests/engine/test_poison.py"]
+TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async"]
 
 
 class Mutation(NamedTuple):

@@ -28,11 +28,15 @@ from torch import Tensor
 from lazyrag.kernels.checks import check_attention, check_shape
 from lazyrag.kernels.rope import Rope
 
-TILE = 256
-"""Most tokens in a tile: few enough that the last tile of a run wastes little, many enough for efficient products."""
+TILE, LONG_TILE = 256, 1024
+"""Most tokens in a tile for one query, and for several. One query is cheap, so tiles of all its runs share a call, and
+short ones waste less there; several queries make a merge cost more than a call."""
 
 FULL = 0.75
-"""Where there are many queries, tiles share a call only if the shortest fills this part of the longest."""
+"""Tiles for several queries share a call only if the shortest fills this part of the longest."""
+
+MAX_COPIES = 8192
+"""Most queries in a call, each counted once for every tile: they are copied."""
 
 Indices = NDArray[np.int64]
 
@@ -189,10 +193,11 @@ class _Places:
 def _group(rows: Sequence[Row], place: _Places, rope: Rope | None, dtype: torch.dtype) -> Group:
     num_queries = rows[0].num_queries
     causal = num_queries > 1
-    cut = [[(run, begin) for run in row.runs for begin in range(0, run.num_tokens, TILE)] for row in rows]
+    most = LONG_TILE if causal else TILE
+    cut = [[(run, begin) for run in row.runs for begin in range(0, run.num_tokens, most)] for row in rows]
     num_parts = causal + max(map(len, cut))
     tiles = [
-        _Tile(run, begin, min(TILE, run.num_tokens - begin), r, r * num_parts + causal + p)
+        _Tile(run, begin, min(most, run.num_tokens - begin), r, r * num_parts + causal + p)
         for r, parts in enumerate(cut)
         for p, (run, begin) in enumerate(parts)
     ]
@@ -202,18 +207,18 @@ def _group(rows: Sequence[Row], place: _Places, rope: Rope | None, dtype: torch.
         num_rows=len(rows),
         num_queries=num_queries,
         num_parts=num_parts,
-        # One query is so little work that a second call costs more than masked keys.
         tiles=tuple(
-            _tiles(some, num_queries, place, rope, dtype) for some in _alike(tiles, full=FULL if causal else 0.0)
+            _tiles(some, num_queries, place, rope, dtype)
+            for some in _alike(tiles, FULL if causal else 0.0, max(1, MAX_COPIES // num_queries))
         ),
     )
 
 
-def _alike(tiles: Sequence[_Tile], full: float) -> Iterator[list[_Tile]]:
-    """Tiles that fill at least `full` of the longest of them."""
+def _alike(tiles: Sequence[_Tile], full: float, most: int) -> Iterator[list[_Tile]]:
+    """At most `most` tiles each, which fill at least `full` of the longest of them."""
     some: list[_Tile] = []
     for tile in sorted(tiles, key=lambda t: -t.num_tokens):
-        if some and tile.num_tokens < full * some[0].num_tokens:
+        if len(some) == most or (some and tile.num_tokens < full * some[0].num_tokens):
             yield some
             some = []
         some.append(tile)

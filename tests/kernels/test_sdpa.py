@@ -43,6 +43,8 @@ BATCHES = {
     "prefill": [ordinary(63)],
     "prefills": [ordinary(33), ordinary(2), ordinary(17)],
     "prefill-with-past": [ordinary(20, 530)],
+    "long-past": [ordinary(3, 2500), ordinary(1, 2500)],
+    "long-segment": [lazy(3, 0, (2500, 40), (30, 2540, 1))],
     "lazy-prefill": [lazy(25, 0, (37, 11), (64, 54, 3), (5, 120, 9))],
     "lazy-continued": [lazy(7, 6, (37, 0), (64, 54, 3), (5, 120, 9))],
     "lazy-decode": [lazy(1, 30, (37, 0), (64, 54, 3), (5, 120, 9))],
@@ -212,6 +214,12 @@ def test_an_ordinary_row_is_computed_the_same_beside_a_lazy_prefill():
     k, v = reference.gather(alone.kv_cache, torch.from_numpy(run.blocks), 30)
     beside._write(beside.rows[0].runs[0].blocks, 0, k, v)
     assert torch.equal(alone.run(), beside.run()[:21])
+
+
+def test_many_queries_over_many_tiles_are_cut_into_calls(monkeypatch):
+    monkeypatch.setattr(sdpa, "MAX_COPIES", 50)
+    p = Problem(BATCHES["mixed"], dtype=torch.float32, block_size=16)
+    assert_close(p.run(), p.oracle(), rtol=1e-5, atol=2e-6)
 
 
 def test_tokens_without_a_slot_are_not_stored():

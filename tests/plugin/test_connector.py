@@ -7,6 +7,7 @@ chunk's own prefill gives: a chunk that was not computed, not loaded, or not of 
 
 import json
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lazyrag.backend import wire
 from lazyrag.backend.layout import Span
-from lazyrag.backend.tiers.connector import LazyRAGConnector, token_rows
+from lazyrag.backend.tiers.connector import LazyRAGConnector, Transfer, token_rows
 from lazyrag.backend.tiers.disk import DiskTier
 from lazyrag.errors import ConfigError, UnsupportedError
 
@@ -52,10 +53,12 @@ def row(context: Sequence[int], layer: int, heads: range) -> torch.Tensor:
 class Worker:
     """One rank: its heads of the cache, its half of the connector."""
 
-    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, rank: int, ranks: int, block_size: int) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_config: KVCacheConfig, rank: int, ranks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
         self.heads = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
         shape = (NUM_BLOCKS * config.cache_config.block_size // block_size, len(self.heads), block_size, 2 * HEAD_SIZE)
-        self.caches = {layer: torch.full(shape, torch.nan) for layer in LAYERS}
+        self.caches = {layer: torch.full(shape, torch.nan, dtype=dtype) for layer in LAYERS}
         config.parallel_config.rank = rank
         self.connector = LazyRAGConnector(config, KVConnectorRole.WORKER, kv_config)
         self.connector.register_kv_caches(self.caches)
@@ -73,7 +76,7 @@ class Worker:
             found = self.slots(layer)[torch.tensor(slots)]
             context = [*before, *tokens]
             rows = [row(context[: len(before) + i + 1], number, self.heads) for i in range(len(tokens))]
-            torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=0)
+            torch.testing.assert_close(found, torch.stack(rows).to(found.dtype), rtol=0, atol=0)
 
     def transfer(self, metadata: Any, forward: Callable[[], None], *, loads_first: bool) -> KVConnectorOutput:
         """What vLLM's model runner does around a forward pass; 0.26 loads in front of it, 0.32 behind it."""
@@ -94,7 +97,10 @@ class Worker:
 
 
 class Engine:
-    """A scheduler with its connector and workers, stepped by hand."""
+    """A scheduler with its connector and workers, stepped by hand.
+
+    With a `depth` of 2 it is the asynchronous scheduler, and a step is scheduled before the last one's output is known.
+    """
 
     def __init__(
         self,
@@ -105,7 +111,9 @@ class Engine:
         block_size: int = 16,
         kernel_block_size: int | None = None,
         ranks: int = 1,
+        dtype: torch.dtype = torch.float32,
         loads_first: bool = False,
+        depth: int = 1,
         extra: dict[str, Any] | None = None,
     ) -> None:
         settings = {"root": str(folder / "kv"), "fingerprint": FINGERPRINT, **(extra or {})}
@@ -119,7 +127,7 @@ class Engine:
             max_model_len=1024,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 20,
-            scheduler_cls="lazyrag.backend.plugin.scheduler.LazyScheduler",
+            scheduler_cls=f"lazyrag.backend.plugin.scheduler.Lazy{'Async' if depth > 1 else ''}Scheduler",
             additional_config={"lazyrag": {"mode": mode, "debug": True}},
             kv_transfer_config=KVTransferConfig(
                 kv_connector="LazyRAGConnector",
@@ -130,7 +138,8 @@ class Engine:
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
         self.config.parallel_config.world_size = ranks
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+        self.config.scheduler_config.async_scheduling = depth > 1  # the CPU platform switches it off
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         kv_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
@@ -140,12 +149,16 @@ class Engine:
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(block_size, hash_function)
         size = kernel_block_size or block_size
-        self.workers = [Worker(self.config, kv_config, rank, ranks, size) for rank in range(ranks)]
+        self.workers = [Worker(self.config, kv_config, rank, ranks, size, dtype) for rank in range(ranks)]
         self.aggregator = KVOutputAggregator(ranks)
         self.loads_first = loads_first
+        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.depth = depth
         self.block_size = block_size
         self.known: list[tuple[list[int], list[int]]] = []
         """(chunk, preamble) of every chunk that was asked for."""
+        self.loads: list[Transfer] = []
+        self.saves: list[Transfer] = []
         self.asked: list[str] = []
         self.computed: dict[str, int] = {}
         """Tokens computed so far, by request."""
@@ -189,9 +202,19 @@ class Engine:
             block_hasher=self.hasher,
         )
 
-    def step(self) -> Any:
-        """One step; returns the scheduler's output."""
+    def step(self) -> None:
+        """One step, as vLLM's engine core makes it."""
+        if self.scheduler.has_requests():
+            self.in_flight.append(self.begin_step())
+            if len(self.in_flight) < self.depth and self.in_flight[-1][0].num_scheduled_tokens:
+                return
+        self.end_step(*self.in_flight.popleft())
+
+    def begin_step(self) -> tuple[Any, Any]:
+        """Schedule a step and run it."""
         output = self.scheduler.schedule()
+        self.loads += output.kv_connector_metadata.loads
+        self.saves += output.kv_connector_metadata.saves
         names = list(output.num_scheduled_tokens)
         results = [
             ModelRunnerOutput(
@@ -208,7 +231,16 @@ class Engine:
         ]
         for name, count in output.num_scheduled_tokens.items():
             self.computed[name] = self.computed.get(name, 0) + count
-        result = self.aggregator.aggregate(results)
+        for save in output.kv_connector_metadata.saves:
+            request = self.scheduler.requests[save.request_id]
+            child = request.sampling_params.extra_args[wire.CHILD]
+            assert request.num_computed_tokens >= child["first_token"] + child["num_tokens"], (
+                "only whole chunks are saved"
+            )
+        return output, self.aggregator.aggregate(results)
+
+    def end_step(self, output: Any, result: Any) -> None:
+        """Let the scheduler know what came out."""
         for of_client in self.scheduler.update_from_output(output, result).values():
             for one in of_client.outputs:
                 assert one.request_id in self.asked, "children are invisible"
@@ -216,13 +248,12 @@ class Engine:
                     self.errors[one.request_id] = str(one.stop_reason)
                 elif one.finish_reason is not None:
                     self.reports[one.request_id] = (one.kv_transfer_params or {}).get(wire.REPORT, {})
-        return output
 
     def run(self, limit: int = 60) -> None:
         """Step until nothing is left to do."""
         for _ in range(limit):
             self.step()
-            if not self.scheduler.has_requests():
+            if not self.in_flight and not self.scheduler.has_requests():
                 return
         raise AssertionError(f"{limit} steps did not finish {list(self.scheduler.requests)}")
 
@@ -305,19 +336,27 @@ def warmed(folder: Path, *chunks: list[int], preamble: Sequence[int] = (), **set
     return engine
 
 
-@pytest.fixture(params=[False, True], ids=["loads behind the forward pass", "loads before it"])
-def loads_first(request: pytest.FixtureRequest) -> bool:
+ORDERS = {
+    "loads behind the forward pass": {},
+    "loads before it": {"loads_first": True},
+    "loads behind it, asynchronous": {"depth": 2},
+    "loads before it, asynchronous": {"loads_first": True, "depth": 2},
+}
+
+
+@pytest.fixture(params=ORDERS.values(), ids=ORDERS)
+def order(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 
 
 # ---------------------------------------------------------------- save and load
 
 
-def test_a_new_engine_loads_what_another_has_computed(folder: Path, loads_first: bool) -> None:
+def test_a_new_engine_loads_what_another_has_computed(folder: Path, order: dict[str, Any]) -> None:
     first = warmed(folder, A, B, C)
     assert first.sources() == ["computed"] * 3
     assert first.counters["saved"] == 3
-    second = Engine(folder, loads_first=loads_first)
+    second = Engine(folder, **order)
     second.ask(B, A, C)
     second.run()
     assert second.sources() == ["disk"] * 3
@@ -343,16 +382,15 @@ def test_loaded_pads_are_left_as_they_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [16, 24, 48])
-def test_a_chunk_computed_in_several_steps_is_saved_once_it_is_whole(folder: Path, budget: int) -> None:
-    first = Engine(folder, budget=budget)
+def test_a_chunk_computed_in_several_steps_is_saved_once_it_is_whole(
+    folder: Path, budget: int, order: dict[str, Any]
+) -> None:
+    first = Engine(folder, budget=budget, **order)
     first.ask(A, B, C)
     first.ask(B, A, name="other")
-    while first.scheduler.has_requests():
-        output = first.step()
-        for save in output.kv_connector_metadata.saves:
-            assert first.computed[save.request_id] >= save.num_tokens
-    assert first.counters["saved"] == 3
-    second = Engine(folder, budget=budget)
+    first.run()
+    assert len(first.saves) == first.counters["saved"] == 3
+    second = Engine(folder, budget=budget, **order)
     second.ask(C, B, A)
     second.run()
     assert second.sources() == ["disk"] * 3
@@ -389,6 +427,15 @@ def test_block_size_does_not_matter_to_what_was_saved(folder: Path) -> None:
     assert second.sources() == ["disk"] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kv_of_two_bytes_comes_back_bit_for_bit(folder: Path, dtype: torch.dtype) -> None:
+    warmed(folder, A, B, C, dtype=dtype)
+    second = Engine(folder, dtype=dtype)
+    second.ask(A, B, C)
+    second.run()
+    assert second.sources() == ["disk"] * 3
+
+
 def test_an_attention_backend_may_split_the_blocks(folder: Path) -> None:
     warmed(folder, A, B, C, block_size=32, kernel_block_size=16)
     second = Engine(folder, block_size=32, kernel_block_size=8)
@@ -406,10 +453,8 @@ def test_only_the_evicted_tail_of_a_chunk_is_loaded(folder: Path) -> None:
         for cache in worker.caches.values():
             cache[tail] = torch.nan
     engine.ask(A, name="again")
-    loads = []
-    while engine.scheduler.has_requests():
-        loads += engine.step().kv_connector_metadata.loads
-    assert [(load.first_token, len(load.block_ids)) for load in loads] == [(32, 1)]
+    engine.run()
+    assert [(load.first_token, len(load.block_ids)) for load in engine.loads] == [(32, 1)]
     assert engine.sources("again") == ["disk"]
 
 
@@ -498,10 +543,10 @@ def num_tokens(file: Path) -> int:
 
 
 def test_a_file_that_vanishes_before_its_load_is_computed_for_everybody(
-    folder: Path, loads_first: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed(folder, A, B)
-    engine = Engine(folder, loads_first=loads_first)
+    engine = Engine(folder, **order)
     vanish(engine, monkeypatch)
     engine.ask(A, B, name="one")
     engine.ask(B, A, name="two")

@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from lazyrag.backend.plugin import attention_cpu
 from lazyrag.backend.plugin.attention_cpu import LazyCPUImpl
-from lazyrag.backend.plugin.checks import refuse
+from lazyrag.backend.plugin.checks import CONFIG_CHECKS, refuse
 from lazyrag.backend.plugin.rotary import Seen, check_rotation, find_rope
 from lazyrag.backend.plugin.rows import Rows
 from lazyrag.backend.plugin.scheduler import LazyMixin
@@ -31,7 +31,8 @@ class LazyCPUWorker(CPUWorker):
         Raises:
             UnsupportedError: the model or a setting is refused; with every reason.
         """
-        refuse([_scheduler(self.vllm_config), _runner(self.use_v2_model_runner)])
+        by_settings = [check(self.vllm_config) for check in (*CONFIG_CHECKS, _scheduler)]
+        refuse([*by_settings, _runner(self.use_v2_model_runner)])
         with attention_cpu.chosen():
             super().load_model(*args, **kwargs)
         layers = self._layers()

@@ -82,6 +82,13 @@ def test_an_engine_with_the_stock_scheduler(tiny_model):
         start(tiny_model, scheduler_cls=None)
 
 
+def test_all_reasons_are_given_at_once(tiny_model):
+    with pytest.raises(UnsupportedError) as refusal:
+        start(tiny_model, scheduler_cls=None, enable_prefix_caching=False)
+    assert str(refusal.value).count("\n  - ") == 2
+    assert "Prefix caching is off" in str(refusal.value)
+
+
 def test_an_ordinary_engine_of_the_same_process_keeps_vllms_own_attention(tiny_model):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -566,6 +566,9 @@ def shared_engine(config: Config, model: Path) -> Engine:
     with _engines_lock:
         if key not in _engines:
             _engines[key] = start_engine(config, model)
+            # Now, not when this module is imported: at exit the last one goes first, and vLLM, which the start has
+            # imported, would end the engine's process while it is in use.
+            atexit.register(close_engines)
         return _engines[key]
 
 
@@ -586,7 +589,6 @@ def start_engine(config: Config, model: Path) -> Engine:
     )
 
 
-@atexit.register
 def close_engines() -> None:
     """Close every shared engine of this process."""
     with _engines_lock:

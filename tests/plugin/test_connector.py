@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm import EngineArgs, SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lazyrag.backend import wire
 from lazyrag.backend.layout import Span
+from lazyrag.backend.plugin.scheduler import LazyAsyncScheduler, LazyScheduler
 from lazyrag.backend.tiers.connector import LazyRAGConnector, Transfer, token_rows
 from lazyrag.backend.tiers.disk import DiskTier
 from lazyrag.errors import ConfigError, UnsupportedError
@@ -117,17 +118,17 @@ class Engine:
         extra: dict[str, Any] | None = None,
     ) -> None:
         settings = {"root": str(folder / "kv"), "fingerprint": FINGERPRINT, **(extra or {})}
-        self.config = EngineArgs(
-            model=str(folder / "model"),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            block_size=block_size,
-            max_num_batched_tokens=budget,
-            max_num_seqs=16,
-            max_model_len=1024,
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 20,
-            scheduler_cls=f"lazyrag.backend.plugin.scheduler.Lazy{'Async' if depth > 1 else ''}Scheduler",
+        self.config = VllmConfig(
+            model_config=ModelConfig(str(folder / "model"), skip_tokenizer_init=True, max_model_len=1024),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=min(16, budget),
+                max_num_batched_tokens=budget,
+                max_model_len=1024,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+            ),
+            device_config=DeviceConfig("cpu"),
             additional_config={"lazyrag": {"mode": mode, "debug": True}},
             kv_transfer_config=KVTransferConfig(
                 kv_connector="LazyRAGConnector",
@@ -135,14 +136,14 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=settings,
             ),
-        ).create_engine_config()
+        )
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
         self.config.parallel_config.world_size = ranks
         self.config.scheduler_config.async_scheduling = depth > 1  # the CPU platform switches it off
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         kv_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+        self.scheduler = (LazyAsyncScheduler if depth > 1 else LazyScheduler)(
             self.config, kv_config, StructuredOutputManager(self.config), block_size, log_stats=True
         )
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)

@@ -166,7 +166,7 @@ pieces = st.lists(
 
 
 def meaning(parts, num_literals):
-    """What the suffix up to a literal depends on: texts and chunks in order; an aligned first chunk is as good as text."""
+    """What the suffix up to a literal depends on: texts and chunks in order; an aligned first chunk is text."""
     seen, left = [], num_literals
     for part in parts:
         if isinstance(part, tuple):

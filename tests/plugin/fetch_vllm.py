@@ -2,8 +2,8 @@
 
     python tests/plugin/fetch_vllm.py [FOLDER]
 
-Writes FOLDER/.vllm-<version>/ (default: the repository), to be put on PYTHONPATH; what is there is left alone. Wheels of
-vLLM are some hundred megabytes of kernels, so only the members that are needed are read, by HTTP range requests.
+Writes FOLDER/.vllm-<version>/ (default: the repository), to be put on PYTHONPATH; what is there is left alone. Wheels
+of vLLM are some hundred megabytes of kernels, so only the members that are needed are read, by HTTP range requests.
 """
 
 from __future__ import annotations

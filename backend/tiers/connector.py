@@ -79,7 +79,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Transfers(KVConnectorMetadata):  # type: ignore[misc]
+class Transfers(KVConnectorMetadata):
     """What the workers are to do in one step. Filled by the scheduler half."""
 
     loads: list[Transfer] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class TransferStats(KVConnectorStats):  # type: ignore[misc]
+class TransferStats(KVConnectorStats):
     """`DiskTier.counters` of one step; with several ranks, their sum."""
 
     data: dict[str, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class _Child:
     block_ids: list[int]
 
 
-class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
     """Both halves; vLLM makes one with the scheduler's role and one in each worker.
 
     Every engine that uses it has one group of KV layers (backend/plugin/checks.py); `SupportsHMA` keeps vLLM from

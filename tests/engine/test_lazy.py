@@ -59,6 +59,12 @@ def num_preambles(corpus):
     return 1 if corpus.prefix else 0
 
 
+def test_the_configuration_is_what_it_says(engine):
+    """The CPU platform switches asynchronous scheduling off silently; these tests must not lose it unnoticed."""
+    assert engine.worker.model_runner.use_async_scheduling == engine.config.is_async
+    assert (engine.core.batch_queue is not None) == engine.config.is_async
+
+
 def test_cold_chunks_are_computed_once_each(engine, corpus):
     (result,) = engine.check(corpus.usual("ABC"), children=3 + num_preambles(corpus), cached=[corpus.padded("ABC")])
     assert result.report["sources"] == ["computed"] * 3

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--k", type=int, default=6, help="passages a question")
     arguments = parser.parse_args()
-    settings = {"model": str(arguments.model), "store": arguments.store, "max_tokens": 48}
+    settings = {"model": str(arguments.model), "store": arguments.store}
 
     console.rule("Ingest: split, embed, compute every chunk's KV once")
     rag = LazyRAG.shared(**settings)
@@ -69,13 +69,14 @@ def main() -> None:
     console.rule("Ask, through LangChain")
     retriever = langchain.LazyRAGRetriever(k=arguments.k, **settings)
     inputs = {"context": retriever | langchain.format_docs, "question": RunnablePassthrough()}
-    chain = inputs | PROMPT | langchain.LazyRAGLLM(**settings) | StrOutputParser()
+    chain = inputs | PROMPT | langchain.LazyRAGLLM(max_tokens=48, **settings) | StrOutputParser()
     for question in QUESTIONS:
         show(question, chain.invoke(question), [d.metadata["source"] for d in retriever.invoke(question)])
 
     console.rule("Ask, through LlamaIndex")
     engine = RetrieverQueryEngine.from_args(
-        llama_index.LazyRAGRetriever(similarity_top_k=arguments.k, **settings), llm=llama_index.LazyRAGLLM(**settings)
+        llama_index.LazyRAGRetriever(similarity_top_k=arguments.k, **settings),
+        llm=llama_index.LazyRAGLLM(max_tokens=48, **settings),
     )
     response = engine.query(LAST_QUESTION)
     show(LAST_QUESTION, str(response), [node.metadata["source"] for node in response.source_nodes])

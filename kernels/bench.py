@@ -268,7 +268,8 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
     candidates = dict(dispatch.variants(shape, gpu))
     unfit = ("whole", "ragged", "many") if workload.queries == 1 else ("decode",)
     candidates = {name: variant for name, variant in candidates.items() if name not in unfit}
-    graphs = {name: capture(calls) for name, calls in setup.stock_calls().items()}
+    stock = setup.stock_calls()  # kept until the graphs have run: a graph does not own what its calls made
+    graphs = {name: capture(calls) for name, calls in stock.items()}
     errors: dict[str, float] = {}
     keep = []
     for name, variant in candidates.items():

@@ -31,7 +31,11 @@ setup: $(VENV)/.installed .models/smollm2-135m/config.json  ## virtual environme
 demo: setup  ## ingest a real corpus, ask four questions, show what was reused and what it saved
 	$(BIN)/python examples/demo.py --model .models/smollm2-135m --store .demo
 
-test: setup .models/smollm2-135m-fp32/config.json  ## all tests
+# Other supported versions' Python for the scheduler tests, which are skipped, and say so, if it cannot be had.
+.vllm-%: | $(VENV)/.installed
+	-$(BIN)/python tests/plugin/fetch_vllm.py
+
+test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0  ## all tests
 	$(BIN)/python -m pytest
 
 fast-test: setup  ## the tests that start no engine
@@ -46,4 +50,4 @@ gpu-test: $(VENV)/.installed  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove what make made
-	rm -rf $(VENV) .models .demo build dist *.egg-info
+	rm -rf $(VENV) .models .demo .vllm-* build dist *.egg-info

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
+from lazyrag.backend import wire
 from lazyrag.backend.plugin import checks, compat
 from lazyrag.backend.plugin.scheduler import LazyScheduler
 from lazyrag.errors import UnsupportedError
@@ -138,6 +139,12 @@ def test_an_untested_vllm_is_refused_unless_allowed(monkeypatch):
     assert checks.ALLOW_UNTESTED in reason
     monkeypatch.setenv(checks.ALLOW_UNTESTED, "1")
     check(supported())
+
+
+def test_a_refusal_is_left_for_the_process_that_starts_the_engine(monkeypatch, tmp_path):
+    monkeypatch.setenv(wire.REFUSALS, str(tmp_path / "refusals"))
+    assert "Prefix caching" in reasons(changed("cache_config.enable_prefix_caching", False))[0]
+    assert "Prefix caching" in (tmp_path / "refusals").read_text()
 
 
 def test_refuse_passes_when_nothing_is_found():

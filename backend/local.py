@@ -41,7 +41,6 @@ SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
 THREAD = "lazyrag-engine"
-REQUEST = "lazyrag-request-"
 PLUGIN = "lazyrag.backend.plugin"
 
 T = TypeVar("T")
@@ -113,6 +112,8 @@ class LocalEngine:
             with starting() as refusals:
                 try:
                     self._info = self._wait(self._start(arguments))
+                except errors.LazyRAGError:
+                    raise
                 except Exception as error:
                     raise start_error(error, refusals.read_text(encoding="utf-8")) from error
         except BaseException:
@@ -159,20 +160,19 @@ class LocalEngine:
                 return
             self._closed = True
         try:
-            self._wait(self._stop_requests())
+            self._wait(self._cancel_tasks())
             # In this thread: once the interpreter is shutting down, a loop can give work to no other one.
             self._llm.shutdown(timeout=SHUTDOWN_S)
             del self._llm  # its finaliser shuts down once more, and must not do so when the interpreter is half gone
         finally:
             self._stop_loop()
 
-    async def _stop_requests(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith(REQUEST)]
+    async def _cancel_tasks(self) -> None:
+        """End the requests, and vLLM's own tasks, which would report the death of the engine core as an error."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if (handler := self._llm.output_handler) is not None:
-            handler.cancel()  # it would report the death of the engine core as an error
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -209,12 +209,8 @@ class LocalEngine:
         return cancel
 
     async def _run(self, request: Request, deliver: Deliver, started: float) -> None:
-        name = f"{REQUEST}{next(self._ids)}"
-        task = asyncio.current_task()
-        assert task is not None
-        task.set_name(name)
         try:
-            await self._generate(name, request, deliver, started)
+            await self._generate(request, deliver, started)
         except asyncio.CancelledError:
             if self._closed:
                 deliver(EngineDeadError("The engine was closed while this request was in flight."))
@@ -222,14 +218,15 @@ class LocalEngine:
         except Exception as error:
             deliver(request_error(error))
 
-    async def _generate(self, name: str, request: Request, deliver: Deliver, started: float) -> None:
+    async def _generate(self, request: Request, deliver: Deliver, started: float) -> None:
         check_length(request, self._info.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.namespace:
             prompt["cache_salt"] = request.namespace
         params = sampling_params(request, lazy=self._mode != "exact")
         ttft = None
-        async with aclosing(self._llm.generate(prompt, params, request_id=name)) as outputs:
+        request_id = f"lazyrag-request-{next(self._ids)}"
+        async with aclosing(self._llm.generate(prompt, params, request_id=request_id)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
                 if ttft is None and completion.token_ids:
@@ -320,15 +317,13 @@ def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
     }
 
 
-def start_error(error: Exception, refusals: str) -> Exception:
-    """What the user is told of a failed start.
+def start_error(error: Exception, refusals: str) -> EngineStartError:
+    """What the user is told of a start that failed inside vLLM.
 
     Args:
         error: what came up in this process.
         refusals: what the plugin wrote in one of vLLM's processes; empty if it refused nothing.
     """
-    if isinstance(error, errors.LazyRAGError):
-        return error
     if refusals:
         return errors.UnsupportedError(refusals)
     return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")

@@ -72,8 +72,6 @@ def test_a_failed_start_names_every_refusal_or_its_cause() -> None:
     told = local.start_error(RuntimeError("out of memory"), "")
     assert type(told) is EngineStartError
     assert "out of memory" in str(told)
-    own = InputError("known")
-    assert local.start_error(own, refusals) is own
 
 
 def test_a_validation_error_is_told_without_what_was_given() -> None:

@@ -360,7 +360,8 @@ class LazyRAG:
         if self.store is None and directory is not None:
             self.tokenizer.fingerprint  # noqa: B018  (a wrong model is an error before there is a store)
             with self._lock:
-                self._take_store(Store.open(directory, create=True))
+                if self._store is None:  # another thread may have made it by now
+                    self._take_store(Store.open(directory, create=True))
         return ingest.plan(
             self._needed_store(),
             paths,

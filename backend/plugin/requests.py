@@ -200,10 +200,6 @@ class RequestMaker:
         assert hashes[-segment.num_blocks :] == parent.hashes_of(segment), "a child must hash as its parent's segment"
         return Child(request.request_id, hashes[-1], hashes, first_block), request, lazy
 
-    def blocks_beyond(self, layout: Layout) -> int:
-        """Blocks that a request's hungriest child needs beyond the request's own: a chunk's head, a dummy token."""
-        return max(s.offset for s in layout.segments) // self._block_size + self._has_connector
-
     def _apply(self, request: Request, layout: Layout, token_ids: list[int]) -> None:
         """Give a request its layout: physical prompt, hashes, and what the worker needs."""
         request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
@@ -255,7 +251,9 @@ class RequestMaker:
                 fix="Send fewer or shorter chunks, or start the engine with a larger max_model_len.",
             )
         end = min(num_tokens + request.max_tokens, self._max_model_len)
-        need = max(-(-end // self._block_size), layout.suffix_block + self.blocks_beyond(layout))
+        # Children need no more: what a child has beyond its parent's segment (the chunk's head, a dummy token) is fewer
+        # than the parent's literals, which it computes afterwards.
+        need = -(-end // self._block_size)
         if need > self._num_blocks:
             raise CapacityError(
                 f"The request needs {need} KV blocks of {self._block_size} tokens, the engine has {self._num_blocks}.",

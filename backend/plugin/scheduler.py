@@ -249,10 +249,11 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
         """Decide which waiting lazy requests get their children and pins: oldest first, as far as all would fit."""
         self._pins.release_all()
         self._admitted = {}
-        # A running request may need one more block at any step: it must not be preempted for the sake of pins.
-        budget = Budget(self._pool.get_num_free_blocks() - len(self.running))
+        # A running request may need one more block at any step: it must not be preempted for the sake of pins. Children
+        # do not grow, and their blocks are counted with their parents.
+        num_ahead = sum(request.request_id not in self._children for request in self.running)
+        budget = Budget(self._pool.get_num_free_blocks() - num_ahead)
         allocated = self._blocks_of_running_children()
-        num_ahead = len(self.running)
         for request in compat.waiting_requests(self):
             request_id = request.request_id
             if request_id in self._children or request_id in self._failures:
@@ -263,9 +264,7 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
                 fits = budget.take((), (), num_blocks)
             else:
                 resident, absent = self._look_up(lazy)
-                beyond = self._requests.blocks_beyond(lazy.layout) if lazy.missing else 0
-                others = max(num_blocks - lazy.layout.suffix_block, beyond)
-                fits = budget.take(resident, absent - allocated, others)
+                fits = budget.take(resident, absent - allocated, num_blocks - lazy.layout.suffix_block)
             if not fits and num_ahead:
                 break  # whoever is alone gets all there is
             if lazy is not None:

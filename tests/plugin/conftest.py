@@ -298,7 +298,9 @@ class Engine:
             block_size=BLOCK,
             hash_block_size=BLOCK,
             log_stats=True,
+            include_finished_set=True,
         )
+        self.finished: set[str] = set()
         self.prompts: dict[str, Prompt] = {}
         self.runner = Runner(self.prompts, self.scheduler.requests)
         self.max_in_flight = 2 if is_async else 1
@@ -338,9 +340,11 @@ class Engine:
         while self.scheduler.has_requests() and len(self.in_flight) < self.max_in_flight:
             scheduled = self.scheduler.schedule()
             self.steps.append(dict(scheduled.num_scheduled_tokens))
+            assert not self.scheduler_pins & scheduled.num_scheduled_tokens.keys(), "a running request holds pins"
             self.in_flight.append((scheduled, self.runner.execute(scheduled)))
         if self.in_flight:
             for of_client in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
+                self.finished |= of_client.finished_requests or set()
                 for output in of_client.outputs:
                     assert output.request_id in self.outputs, f"{output.request_id} is nobody's request"
                     self.outputs[output.request_id].append(output)
@@ -367,6 +371,12 @@ class Engine:
 
     def answer(self, request_id: str) -> Answer:
         return Answer(request_id, self.prompts[request_id], self.outputs[request_id])
+
+    @property
+    def scheduler_pins(self) -> set[str]:
+        """Ids of the requests that hold pins."""
+        pins = getattr(self.scheduler, "_pins", None)
+        return set(pins._held) if pins is not None else set()
 
     @property
     def stats(self) -> dict[str, int]:

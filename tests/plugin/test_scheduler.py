@@ -10,6 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lazyrag.backend import wire
+from lazyrag.backend.plugin.pins import Budget
 from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
 
 PRE, SEP, QUESTION, OTHER = range(10, 21), range(30, 35), range(40, 49), range(60, 71)
@@ -209,6 +210,7 @@ def test_requests_in_flight_share_children(new_engine, lib, docs):
     assert all(answer.right for answer in answers)
     assert engine.children == 3
     assert [answer.report["children_computed"] for answer in answers] == [2, 1, 0]
+    assert engine.finished == {answer.request_id for answer in answers}
 
 
 @pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
@@ -291,6 +293,37 @@ def test_a_request_larger_than_the_pool_gets_an_error_and_the_others_go_on(new_e
     assert engine.answer(small).right
 
 
+def test_an_answer_that_could_outgrow_the_pool_gets_an_error_at_once(new_engine, lib, docs):
+    engine = new_engine(num_blocks=14)
+    (answer,) = engine.generate(lib.prompt(docs[0], QUESTION), max_tokens=60)
+    assert isinstance(answer.error, CapacityError)
+    assert not any(engine.steps)
+    (answer,) = engine.generate(lib.prompt(docs[0], QUESTION), max_tokens=30)
+    assert answer.right
+
+
+def test_a_request_stays_admitted_while_its_child_takes_blocks(new_engine, lib, docs):
+    engine = new_engine(num_blocks=12, budget=6)  # it needs 8 for the chunk and 3
+    request_id = engine.add(lib.prompt(docs[6], QUESTION), max_tokens=3)
+    request = engine.scheduler.requests[request_id]
+    while not request.num_computed_tokens:
+        engine.step()
+        assert request_id in engine.scheduler._admitted
+    engine.run()
+    assert engine.answer(request_id).right
+    assert engine.children == 1
+
+
+def test_a_block_that_a_running_child_was_given_is_not_asked_for_again(new_engine, lib, docs):
+    engine = new_engine(num_blocks=21, budget=6)
+    ids = [engine.add(lib.prompt(docs[i], QUESTION)) for i in (6, 4)]  # 11 and 9 blocks of 20
+    engine.step()  # 6 tokens of a chunk: one block is full and has its hash, another one is not
+    engine.scheduler._admit()
+    assert list(engine.scheduler._admitted) == ids
+    engine.run()
+    assert all(engine.answer(request_id).right for request_id in ids)
+
+
 def test_pins_keep_resident_chunks_while_others_are_computed(new_engine, lib, docs):
     engine = new_engine(num_blocks=27, budget=4)
     engine.generate(lib.prompt(docs[6], QUESTION))
@@ -298,6 +331,33 @@ def test_pins_keep_resident_chunks_while_others_are_computed(new_engine, lib, do
     assert answer.right
     assert answer.sources == ["hbm", "computed", "computed"]
     assert engine.children == 3
+
+
+def test_requests_are_admitted_oldest_first_as_far_as_all_of_them_fit(new_engine, lib, docs):
+    engine = new_engine(num_blocks=24)
+    ids = [engine.add(lib.prompt(docs[i], QUESTION)) for i in (6, 4, 3, 2)]  # 11, 9, 7 and 4 blocks of 23
+    engine.scheduler._admit()
+    assert list(engine.scheduler._admitted) == ids[:2]
+    engine.run()
+    assert all(engine.answer(request_id).right for request_id in ids)
+
+
+def test_the_oldest_request_is_admitted_even_if_the_budget_were_wrong(new_engine, lib, docs, monkeypatch):
+    engine = new_engine()
+    monkeypatch.setattr(Budget, "take", lambda *args: False)
+    answers = engine.generate(lib.prompt(docs[6], QUESTION), lib.prompt(docs[4], OTHER))
+    assert all(answer.right for answer in answers)
+
+
+def test_pins_do_not_preempt_running_requests(new_engine, lib, docs):
+    engine = new_engine(num_blocks=12, max_num_seqs=2)
+    engine.generate(lib.prompt(docs[6], range(1)))
+    running = [engine.add(lib.prompt(range(10 * i, 10 * i + lib.BLOCK)), max_tokens=6) for i in (1, 2)]
+    engine.step()
+    engine.add(lib.prompt(docs[6], range(1)))
+    requests = [engine.scheduler.requests[request_id] for request_id in running]
+    engine.run()
+    assert [request.num_preemptions for request in requests] == [0, 0]
 
 
 def test_a_request_that_waits_for_room_is_not_overtaken(new_engine, lib, docs):
@@ -441,6 +501,15 @@ def test_an_aborted_error_is_not_answered(new_engine, lib):
     engine.abort(bad)
     engine.run()
     assert engine.outputs[bad] == []
+
+
+def test_an_error_is_not_given_to_the_next_request_with_its_id(new_engine, lib, docs):
+    engine = new_engine()
+    engine.add(lib.prompt(OTHER), request_id="same", extra={"lazyrag_version": 0, "lazyrag_spans": []})
+    engine.abort("same")
+    engine.add(lib.prompt(docs[0], QUESTION), request_id="same")
+    engine.run()
+    assert engine.answer("same").right
 
 
 def test_an_id_may_be_used_again_at_once(new_engine, lib, docs):

@@ -139,7 +139,7 @@ def test_chunks_that_come_later_do_not_change_earlier_text():
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param([TEXT, B, MORE], id="another chunk"),
+        pytest.param([TEXT, A[::-1], MORE], id="another chunk"),
         pytest.param([TEXT[:-1], A, TEXT[-1:] + MORE], id="one token earlier"),
         pytest.param([TEXT, (*A, PAD, PAD, PAD), MORE], id="pads that are valid tokens"),
         pytest.param([TEXT, A, A, MORE], id="twice"),
@@ -150,6 +150,10 @@ def test_chunks_that_come_later_do_not_change_earlier_text():
 def test_text_behind_a_chunk_depends_on_the_chunk_its_length_and_its_place(other):
     ours, theirs = of_suffix(hashed([TEXT, A, MORE])), of_suffix(hashed(other))
     assert not set(ours[len(TEXT) // BLOCK :]) & set(theirs)
+
+
+def test_text_in_front_of_an_aligned_chunk_is_not_text_behind_it():
+    assert of_suffix(hashed([TEXT[:2], B, TEXT[2:]]))[0] != of_suffix(hashed([B, TEXT]))[0]
 
 
 def test_the_order_of_chunks_matters_to_the_text_behind_them():

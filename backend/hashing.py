@@ -10,8 +10,11 @@ A block of a chain that further segments become visible in adds, for each of the
 
 and the chain carries that on. So a hash covers all that the block's K and V depend on (tokens, positions, visible
 segments) and nothing else: literal text keeps its blocks when chunks are appended later, and text in front of the first
-chunk shares its blocks with ordinary prompts. None of the three numbers can be left out: padded tokens equal real pad
-tokens, and the same text one token later sees the segment from elsewhere.
+chunk shares its blocks with ordinary prompts. None of the three can be left out: the same text one token later sees the
+segment from elsewhere, and a part of a chunk ends in the same block as the whole.
+
+A segment's padded last block adds ("pads", number of valid tokens): what is loaded from disk has no KV for its pads, so
+it must not be found for a prompt in which the pads' tokens are text.
 
 A first segment without pads, at the place it was computed at, needs no such entry: the suffix goes on with its chain,
 as an ordinary prompt of these tokens would.
@@ -68,15 +71,38 @@ def block_hashes(
     hashes = list(known)
     if not hashes:
         for segment in layout.segments:
-            seen = [_seen(layout, layout.segments[0], hashes)] if segment.behind_prefix else []
-            chain: list[BlockHash] = []
-            _extend(chain, layout.chunk_tokens(segment, token_ids), block_size, seen, keys, hash_block)
+            chain = chunk_hashes(layout, segment, token_ids, hashes, keys, hash_block)
             hashes += chain[segment.offset // block_size :]
     suffix = hashes[layout.suffix_block :]
     seen = [_seen(layout, segment, hashes) for segment in layout.segments]
     tokens = token_ids[layout.suffix_start : end * block_size]
     _extend(suffix, tokens, block_size, seen, keys, hash_block)
     return (hashes[: layout.suffix_block] + suffix)[len(known) :]
+
+
+def chunk_hashes(
+    layout: Layout,
+    segment: LaidSegment,
+    token_ids: Sequence[int],
+    known: Sequence[BlockHash],
+    keys: ExtraKeys,
+    hash_block: HashBlock,
+) -> list[BlockHash]:
+    """The hashes of a segment's chunk, from the chunk's first block to the segment's last.
+
+    Args:
+        layout: the request's.
+        segment: one of its segments.
+        token_ids: the physical prompt.
+        known: the request's hashes, at least those of the preamble if the chunk is behind it.
+        keys: the request's extra keys.
+        hash_block: vLLM's hash of one block.
+    """
+    seen = [_seen(layout, layout.segments[0], known)] if segment.behind_prefix else []
+    chain: list[BlockHash] = []
+    tokens, num_valid = layout.chunk_tokens(segment, token_ids), segment.offset + segment.num_tokens
+    _extend(chain, tokens, layout.block_size, seen, keys, hash_block, num_valid)
+    return chain
 
 
 def _seen(layout: Layout, segment: LaidSegment, hashes: Sequence[BlockHash]) -> _Seen:
@@ -91,8 +117,12 @@ def _extend(
     seen: Iterable[_Seen],
     keys: ExtraKeys,
     hash_block: HashBlock,
+    num_valid: int | None = None,
 ) -> None:
-    """Append to a chain the hashes of the whole blocks of `tokens` (from the chain's start) that it lacks."""
+    """Append to a chain the hashes of the whole blocks of `tokens` (from the chain's start) that it lacks.
+
+    `num_valid` of the tokens are no pads, or all of them.
+    """
     for i in range(len(chain), len(tokens) // block_size):
         start = i * block_size
         new = [s for s in seen if start <= s.visible_from < start + block_size]
@@ -101,6 +131,8 @@ def _extend(
             parent = new.pop(0).last_hash
         extra = keys.first if parent is None else keys.rest
         extra += tuple(("lazy", s.visible_from - start, s.num_tokens, s.last_hash) for s in new)
+        if num_valid is not None and num_valid < start + block_size:
+            extra += (("pads", num_valid - start),)
         chain.append(hash_block(parent, tokens[start : start + block_size], extra or None))
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, hash_block_tokens
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.request import Request
 
 from lazyrag.backend import wire
-from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_key
+from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_hashes, chunk_key
 from lazyrag.backend.layout import LaidSegment, Layout, lay_out
 from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
 from lazyrag.types import COMPUTED, DISK, HBM
@@ -109,7 +109,6 @@ class RequestMaker:
         self._mode = engine_settings(vllm_config).mode
         self._pad = pad_token(vllm_config.model_config.hf_config)
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        self._stock_hasher = get_request_block_hasher(block_size, hash_function)
         self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
         self._num_made = 0
         # Not to be guessed: a refused request is known by its id until its error is out.
@@ -160,22 +159,27 @@ class RequestMaker:
         Returns:
             its record, the request, and, if it is computed behind the preamble, its layout.
         """
-        segment, layout, stock = parent.layout.segments[index], parent.layout, parent.request
-        tokens = layout.chunk_tokens(segment, stock.all_token_ids)
+        layout, stock = parent.layout, parent.request
+        segment, token_ids = layout.segments[index], stock._all_token_ids
+        tokens = layout.chunk_tokens(segment, token_ids)
         num_tokens = segment.offset + segment.num_tokens
-        preamble = layout.segments[0] if segment.behind_prefix else None
-        prefix = stock.all_token_ids[: preamble.num_tokens] if preamble is not None else []
-        padded_prefix = stock.all_token_ids[: preamble.num_blocks * self._block_size] if preamble is not None else []
+        hashes = chunk_hashes(layout, segment, token_ids, stock.block_hashes, self._keys(stock), self._hash_block)
+        num_prefix, num_prefix_blocks = 0, 0
+        if segment.behind_prefix:
+            num_prefix, num_prefix_blocks = layout.segments[0].num_tokens, layout.segments[0].num_blocks
         args: dict[str, Any] = {}
         if use_connector:
             args[wire.CHILD] = wire.WireChild(
-                key=chunk_key(tokens[:num_tokens], prefix=prefix, salt=stock.cache_salt, lora=_lora_name(stock)),
-                first_token=len(padded_prefix),
+                key=chunk_key(
+                    tokens[:num_tokens], prefix=token_ids[:num_prefix], salt=stock.cache_salt, lora=_lora_name(stock)
+                ),
+                first_token=num_prefix_blocks * self._block_size,
                 num_tokens=num_tokens,
             )
-        num_blocks = len(tokens) // self._block_size
+        prefix = token_ids[: num_prefix_blocks * self._block_size]
         # vLLM computes at least the last token of a prompt: with one more, all the chunk's blocks can be loaded.
-        prompt = [*padded_prefix, *tokens] + [self._pad] * self._has_connector
+        prompt = [*prefix, *tokens] + [self._pad] * self._has_connector
+        all_hashes = [*stock.block_hashes[:num_prefix_blocks], *hashes]
         request = Request(
             request_id=f"{self._id_prefix}{self._num_made}",
             prompt_token_ids=prompt,
@@ -184,45 +188,46 @@ class RequestMaker:
             client_index=stock.client_index,
             arrival_time=stock.arrival_time,
             priority=stock.priority,
-            block_hasher=None if preamble is not None else self._stock_hasher,
+            # Those of its parent's segment, or the parent would wait for blocks that nobody computes.
+            block_hasher=lambda request: all_hashes[len(request.block_hashes) :],
             cache_salt=stock.cache_salt,
             lora_request=stock.lora_request,
         )
         self._num_made += 1
         lazy = None
-        if preamble is not None:
-            child_layout = Layout(self._block_size, (preamble,), preamble.num_blocks)
-            self._apply(request, child_layout, prompt)
+        if segment.behind_prefix:
+            child_layout = Layout(self._block_size, layout.segments[:1], num_prefix_blocks)
+            self._announce(request, child_layout)
             lazy = LazyRequest(request, child_layout, is_child=True, num_preamble=1)
-        first_block = len(padded_prefix) // self._block_size
-        hashes = request.block_hashes[first_block : first_block + num_blocks]
-        # Else the parent would wait for blocks that nobody computes.
-        assert hashes[-segment.num_blocks :] == parent.hashes_of(segment), "a child must hash as its parent's segment"
-        return Child(request.request_id, hashes[-1], hashes, first_block), request, lazy
+        return Child(request.request_id, hashes[-1], hashes, num_prefix_blocks), request, lazy
 
     def _apply(self, request: Request, layout: Layout, token_ids: list[int]) -> None:
-        """Give a request its layout: physical prompt, hashes, and what the worker needs."""
+        """Give a client's request its layout: physical prompt, hashes, and what the worker needs."""
         request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
         request._all_token_ids[:] = token_ids
-        # The client may use one SamplingParams for many requests.
-        request.sampling_params = copy(request.sampling_params)
-        args = request.sampling_params.extra_args or {}
-        request.sampling_params.extra_args = {**args, wire.LAYOUT: wire.layout_to_wire(layout)}
+        self._announce(request, layout)
         request.block_hashes.clear()
         request._block_hasher = self._hasher(layout)
         request.update_block_hashes()
 
-    def _hasher(self, layout: Layout) -> Callable[[Request], list[BlockHash]]:
-        block_size = self._block_size
+    def _announce(self, request: Request, layout: Layout) -> None:
+        """Put a layout where the worker finds it. The client may use one SamplingParams for many requests: a copy."""
+        params = copy(request.sampling_params)
+        params.extra_args = {**(params.extra_args or {}), wire.LAYOUT: wire.layout_to_wire(layout)}
+        request.sampling_params = params
 
+    def _keys(self, request: Request) -> ExtraKeys:
+        block_size = self._block_size
+        first, rest = (
+            generate_block_hash_extra_keys(request, start, start + block_size, 0)[0] or () for start in (0, block_size)
+        )
+        return ExtraKeys(first, rest)
+
+    def _hasher(self, layout: Layout) -> Callable[[Request], list[BlockHash]]:
         def new_hashes(request: Request) -> list[BlockHash]:
-            if len(request.block_hashes) >= request.num_tokens // block_size:
+            if len(request.block_hashes) >= request.num_tokens // layout.block_size:
                 return []
-            first, rest = (
-                generate_block_hash_extra_keys(request, start, start + block_size, 0)[0] or ()
-                for start in (0, block_size)
-            )
-            keys = ExtraKeys(first, rest)
+            keys = self._keys(request)
             return block_hashes(layout, request._all_token_ids, request.block_hashes, keys, self._hash_block)
 
         return new_hashes

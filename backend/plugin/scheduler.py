@@ -268,8 +268,9 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
             if not fits and num_ahead:
                 break  # whoever is alone gets all there is
             if lazy is not None:
-                self._pins.hold(request_id, resident)
                 self._admitted[request_id] = lazy
+                if not self._num_stuck:  # else it may be the pins that an orphaned child lacks blocks for
+                    self._pins.hold(request_id, resident)
             num_ahead += 1
             if self._num_stuck or num_ahead >= self.max_num_running_reqs:
                 break
@@ -333,11 +334,12 @@ class LazyMixin(compat.Gate):  # type: ignore[misc]
         """`KVCacheManager.allocate_slots` of this engine, with the fail-safe."""
         lazy, child = self._lazy.get(request.request_id), self._children.get(request.request_id)
         starts = request.num_computed_tokens == 0
-        # Segment tokens are never computed or loaded inside a request that only uses them. What is loaded must be what
-        # vLLM calls an asynchronous load, whose blocks are found by others after it has succeeded.
-        computes_segments = starts and lazy is not None and num_new_computed_tokens < lazy.layout.suffix_start
-        shows_loads = num_external_computed_tokens > 0 and (child is None or not kwargs.get("delay_cache_blocks"))
-        if computes_segments or shows_loads:
+        if num_external_computed_tokens > 0 and (child is None or not kwargs.get("delay_cache_blocks")):
+            raise RuntimeError(
+                f"The KV connector loads into {request.request_id}. It may load into children only, and only as what "
+                "vLLM calls an asynchronous load: others must not find the blocks before the load has succeeded."
+            )
+        if starts and lazy is not None and num_new_computed_tokens < lazy.layout.suffix_start:
             self._counters.fail_safe += 1
             self._refused_when_idle |= not self.running
             return None

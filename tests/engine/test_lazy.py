@@ -175,11 +175,18 @@ def test_literals_at_other_places_between_the_same_chunks(engine, alone):
 
 
 def test_chunks_that_differ_in_valid_length_only(engine, alone):
-    """A padded chunk and a chunk that spells the pads out have the same blocks, but not the same meaning."""
+    """A padded chunk and a chunk that spells the pads out have the same tokens, but not the same meaning."""
     opening, between, question = alone.opening, alone.between, alone.question
     longer = Use(alone["A"].chunk + [PAD] * 3)
     engine.check(alone.usual("AB"))
-    engine.check(alone.prompt(opening, longer, between, "B", question), children=0, cached=[alone.padded("AB")])
+    engine.check(alone.prompt(opening, longer, between, "B", question), children=1, cached=[alone.padded("AB")])
+
+
+def test_parts_that_end_in_the_same_block(engine, alone):
+    """The chunk's first block once as text and once reused: the text in front of the rest is the same."""
+    chunk, opening, between, question = alone["A"].chunk, alone.opening, alone.between, alone.question
+    engine.check(alone.prompt(opening + chunk[:16], Use(chunk, offset=16), between, question))
+    engine.check(alone.prompt(opening + chunk[:16], "A", between, question), cached=[alone.padded("A") + 16])
 
 
 def test_an_ordinary_prompt_shares_blocks_with_chunks_where_they_mean_the_same(engine, alone):
@@ -188,7 +195,7 @@ def test_an_ordinary_prompt_shares_blocks_with_chunks_where_they_mean_the_same(e
     engine.check(Prompt([alone["F"].chunk + alone.question]), cached=[32])
     engine.check(alone.prompt("A", alone.question))
     spelled_out = alone["A"].chunk + [PAD] * (48 - LENGTHS["A"])
-    engine.check(Prompt([spelled_out + alone.question]), cached=[48])
+    engine.check(Prompt([spelled_out + alone.question]), cached=[32])
     # Literals in front of the first chunk.
     long = alone.text(40)
     engine.check(alone.prompt(long, "A", alone.question))

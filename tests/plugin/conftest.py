@@ -12,7 +12,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -143,6 +143,7 @@ class Running:
     segments: list[tuple[int, int]]  # (first block, valid tokens) of each chunk item
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
+    pads: range = range(0)  # of a child; nothing depends on what its last, dummy token reads there
 
     def expected(self, position: int) -> int | None:
         """The meaning of the KV at a physical position; None for a pad."""
@@ -183,6 +184,7 @@ class Runner:
         self.requests = requests
         self.kv: dict[tuple[int, int], int | None] = {}
         self.running: dict[str, Running] = {}
+        self.loads_fail = False
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         for request_id in output.finished_req_ids:
@@ -198,8 +200,9 @@ class Runner:
                 request.blocks = []
             request.blocks += blocks[0] if blocks else []
             computed[request_id] = cached.num_computed_tokens[i]
+        loaded = self._load(output)
         if not output.total_num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=loaded)
         for request_id, n in output.num_scheduled_tokens.items():  # every layer writes before it attends
             self._write(self.running[request_id], computed[request_id], n)
         sampled = []
@@ -212,7 +215,34 @@ class Runner:
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
+            kv_connector_output=loaded,
         )
+
+    def _load(self, output: Any) -> KVConnectorOutput | None:
+        """What the connector was told to load: the right KV, or none and a report of the blocks that lack it."""
+        loads = output.kv_connector_metadata.loads if output.kv_connector_metadata else []
+        if not loads:
+            return None
+        invalid: set[int] = set()
+        for load in loads:
+            if self.loads_fail:
+                invalid.update(load.block_ids)
+                continue
+            request = self.requests[load.request_id]
+            child = request.sampling_params.extra_args[wire.CHILD]
+            running = self._start(
+                SimpleNamespace(
+                    req_id=request.request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling_params=request.sampling_params,
+                    lora_request=request.lora_request,
+                    block_ids=[()],
+                )
+            )
+            for index in range(load.first_token, load.num_tokens):
+                block = load.block_ids[(index - load.first_token) // BLOCK]
+                self.kv[block, index % BLOCK] = running.expected(child["first_token"] + index)
+        return KVConnectorOutput(finished_recving={load.request_id for load in loads}, invalid_block_ids=invalid)
 
     def _start(self, new: Any) -> Running:
         args = new.sampling_params.extra_args or {}
@@ -237,6 +267,9 @@ class Runner:
             start = layout["suffix_block"] * BLOCK if layout else 0
             items = given.items if layout else [("text", tuple(given.token_ids))]
             running = Running((given.salt, lora), items, start, segments, token_ids)
+        if child := args.get(wire.CHILD):
+            end = child["first_token"] + child["num_tokens"]
+            running.pads = range(end, -(-end // BLOCK) * BLOCK)
         running.blocks = list(new.block_ids[0])
         return running
 
@@ -255,7 +288,7 @@ class Runner:
     def _read(self, request_id: str, request: Running, num_computed: int) -> None:
         for position in range(num_computed):
             expected, slot = request.expected(position), self._slot(request, position)
-            if expected is not None:
+            if expected is not None and position not in request.pads:
                 assert self.kv.get(slot) == expected, f"{request_id} reads the wrong KV at {position} (block {slot[0]})"
 
     def _sample(self, request: Running) -> int:

@@ -8,9 +8,11 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from lazyrag.backend import wire
 from lazyrag.backend.plugin.pins import Budget
+from lazyrag.backend.tiers.connector import LazyRAGConnector
 from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
 
 PRE, SEP, QUESTION, OTHER = range(10, 21), range(30, 35), range(40, 49), range(60, 71)
@@ -102,11 +104,11 @@ def test_a_padded_chunk_is_not_the_prompt_with_its_pads_spelled_out(new_engine, 
     pads = (1,) * (-len(docs[0].tokens) % lib.BLOCK)
     answers = [
         engine.generate(lib.prompt(docs[0], QUESTION))[0],
-        engine.generate(lib.prompt(docs[0].tokens + pads + tuple(QUESTION)))[0],
         engine.generate(lib.prompt(lib.Chunk(docs[0].tokens + pads), QUESTION))[0],
+        engine.generate(lib.prompt(docs[0].tokens + pads + tuple(QUESTION)))[0],
     ]
     assert all(answer.right for answer in answers)
-    assert engine.children == 1
+    assert answers[1].sources == ["computed"]
 
 
 def test_a_later_turn_reuses_text_and_answer_of_the_earlier_one(new_engine, lib, docs):
@@ -235,6 +237,99 @@ def test_adapters_never_share(new_engine, lib, docs):
         assert answer.sources == ["computed"]
 
 
+# ---------------------------------------------------------------- loads
+
+
+@pytest.fixture
+def new_loading_engine(new_engine, lib, tmp_path, monkeypatch):
+    """A factory of engines whose connector claims to have every chunk; the runner loads, or fails to."""
+
+    def claims(self, request, num_computed_tokens):
+        child = (request.sampling_params.extra_args or {}).get(wire.CHILD)
+        if child is None or not request.request_id.startswith(wire.CHILD_PREFIX):
+            return 0, False
+        end = child["first_token"] - (-child["num_tokens"] // lib.BLOCK * lib.BLOCK)
+        return end - num_computed_tokens, end > num_computed_tokens
+
+    monkeypatch.setattr(LazyRAGConnector, "get_num_new_matched_tokens", claims)
+    transfer = lib.KVTransferConfig(
+        kv_connector="LazyRAGConnector",
+        kv_connector_module_path="lazyrag.backend.tiers.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"root": str(tmp_path), "fingerprint": "0" * 64},
+    )
+    return lambda **options: new_engine(kv_transfer_config=transfer, **options)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+def test_loaded_chunks_are_reported_and_not_computed(new_loading_engine, lib, docs, mode):
+    engine = new_loading_engine(mode=mode)
+    prefix = PREAMBLE if mode == "lazy-prefix" else ()
+    (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], docs[6], QUESTION, prefix=prefix))
+    assert answer.right
+    assert answer.sources == ["disk"] * 3
+    assert answer.report["children_loaded"] == engine.stats["children_loaded"] == 3 + bool(prefix)
+    assert engine.stats["children_computed"] == engine.stats["fail_safe"] == 0
+    tokens = [n for step in engine.steps for i, n in step.items() if i.startswith(wire.CHILD_PREFIX)]
+    assert tokens == [1] * (3 + bool(prefix))  # the dummy token
+
+
+def test_pads_that_were_not_loaded_are_never_read_as_text(new_loading_engine, lib, docs):
+    engine = new_loading_engine()
+    pads = (1,) * (-len(docs[0].tokens) % lib.BLOCK)
+    assert engine.generate(lib.prompt(docs[0], QUESTION))[0].sources == ["disk"]
+    spelled_out = docs[0].tokens + pads
+    answers = engine.generate(lib.prompt(spelled_out + tuple(QUESTION)), lib.prompt(lib.Chunk(spelled_out), QUESTION))
+    assert all(answer.right for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+def test_a_chunk_whose_loads_always_fail_is_computed(new_loading_engine, lib, docs, mode):
+    engine = new_loading_engine(mode=mode)
+    engine.runner.loads_fail = True
+    prefix = PREAMBLE if mode == "lazy-prefix" else ()
+    answers = engine.generate(
+        lib.prompt(PRE, docs[0], SEP, docs[6], QUESTION, prefix=prefix),
+        lib.prompt(docs[6], OTHER, prefix=prefix),
+        lib.prompt(docs[6].tokens[:20], QUESTION),
+    )
+    assert all(answer.right for answer in answers)
+    assert answers[0].sources == ["computed", "computed"]
+    assert engine.stats["loads_failed"] == engine.stats["children_computed"] == 2 + bool(prefix)
+    assert engine.stats["children_loaded"] == 0
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_with_loads_that_fail_now_and_then(new_loading_engine, lib, docs, mode, seed):
+    rng = random.Random(seed)
+    engine = new_loading_engine(mode=mode, num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=32)
+    alive, gone = [], set()
+    for _ in range(60):
+        engine.runner.loads_fail = rng.random() < 0.3
+        if rng.random() < 0.5:
+            alive.append(engine.add(random_prompt(rng, lib, docs, mode), max_tokens=rng.randint(1, 25)))
+        if alive and rng.random() < 0.08:
+            gone.add(rng.choice(alive))
+            engine.abort(max(gone))
+        engine.step()
+    engine.run()
+    for request_id in set(alive) - gone:
+        answer = engine.answer(request_id)
+        assert answer.right or isinstance(answer.error, CapacityError)
+    assert engine.stats["fail_safe"] == 0
+
+
+def test_a_load_that_others_could_see_stops_the_engine(new_loading_engine, lib, docs, monkeypatch):
+    engine = new_loading_engine()
+    asked = LazyRAGConnector.get_num_new_matched_tokens
+    monkeypatch.setattr(
+        LazyRAGConnector, "get_num_new_matched_tokens", lambda self, *args: (asked(self, *args)[0], False)
+    )
+    with pytest.raises(RuntimeError, match="asynchronous load"):
+        engine.generate(lib.prompt(docs[6], QUESTION))
+
+
 # ---------------------------------------------------------------- pressure
 
 
@@ -349,6 +444,21 @@ def test_the_oldest_request_is_admitted_even_if_the_budget_were_wrong(new_engine
     assert all(answer.right for answer in answers)
 
 
+def test_pins_do_not_keep_an_orphaned_child_from_running(new_engine, lib, docs):
+    engine = new_engine(num_blocks=21, max_num_seqs=1)
+    resident = lib.prompt(docs[6], docs[4], QUESTION)
+    engine.generate(resident)
+    running = engine.add(lib.prompt(OTHER), max_tokens=2)
+    engine.step()
+    gone = engine.add(lib.prompt(lib.Chunk(tuple(range(300, 330))), QUESTION))
+    engine.step()
+    engine.abort(gone)
+    waiting = engine.add(resident)
+    engine.run()
+    assert engine.answer(running).right
+    assert engine.answer(waiting).right
+
+
 def test_pins_do_not_preempt_running_requests(new_engine, lib, docs):
     engine = new_engine(num_blocks=12, max_num_seqs=2)
     engine.generate(lib.prompt(docs[6], range(1)))
@@ -374,6 +484,20 @@ def test_a_request_that_waits_for_room_is_not_overtaken(new_engine, lib, docs):
         finished += [i for i in (running, first, *later) if engine.answer(i).finish_reason and i not in finished]
     assert all(engine.answer(i).right for i in (running, first, *later))
     assert min(finished.index(i) for i in later) > finished.index(running)
+
+
+def test_chunks_are_computed_while_a_grammar_is_compiled(new_engine, lib, docs):
+    engine = new_engine()
+    request_id = engine.add(lib.prompt(docs[0], QUESTION))
+    request = engine.scheduler.requests[request_id]
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    for _ in range(4):
+        engine.step()
+    assert engine.children == 1
+    assert not request.num_computed_tokens
+    request.status = RequestStatus.WAITING
+    engine.run()
+    assert engine.answer(request_id).right
 
 
 # ---------------------------------------------------------------- aborts and resets

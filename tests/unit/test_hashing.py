@@ -33,6 +33,15 @@ def stock(token_ids, keys=KEYS):
     return chain
 
 
+def marked(token_ids):
+    """The chain of a padded chunk: that of an ordinary prompt but for its padded last block."""
+    chain = stock(padded(token_ids))
+    if num_valid := len(token_ids) % BLOCK:
+        parent, tokens, extra = chain[-1]
+        chain[-1] = (parent, tokens, (*extra, ("pads", num_valid)))
+    return chain
+
+
 def hashed(parts, prefix=(), keys=KEYS):
     """(layout, hashes) of literals (lists) and chunks (tuples of tokens, or (tokens, offset, end))."""
     token_ids, spans = list(prefix), []
@@ -70,8 +79,8 @@ PREFIX, ALIGNED = tuple(range(500, 507)), tuple(range(510, 518))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.lists(st.integers(1, 5), max_size=9))
-def test_a_chunks_hashes_are_those_of_its_padded_tokens_as_a_prompt(chunk, before):
-    assert of_segment(hashed([before, B, tuple(chunk), TEXT]), 1) == stock(padded(chunk))
+def test_a_chunks_hashes_are_those_of_its_tokens_as_a_prompt_and_its_pads_are_marked(chunk, before):
+    assert of_segment(hashed([before, B, tuple(chunk), TEXT]), 1) == marked(chunk)
 
 
 def test_a_chunks_hashes_do_not_depend_on_its_place():
@@ -90,17 +99,18 @@ def test_a_part_of_a_chunk_has_the_chunks_hashes(end, first_block):
     chunk = tuple(range(100, 116))
     offset = min(first_block, (end - 1) // BLOCK) * BLOCK
     part = of_segment(hashed([TEXT, (chunk, offset, end), MORE]), 0)
-    assert part == stock(padded(chunk[:end]))[offset // BLOCK :]
+    assert part == marked(chunk[:end])[offset // BLOCK :]
 
 
 @pytest.mark.parametrize("prefix", [PREFIX, ALIGNED], ids=["padded", "aligned"])
-def test_a_childs_chain_behind_the_preamble_is_its_parents_segment(prefix):
-    parent_layout, _ = parent = hashed([TEXT, A, (tuple(range(100, 116)), 4, 10), MORE], prefix=prefix)
+def test_a_chunk_behind_the_preamble_hashes_as_text_behind_it(prefix):
+    chunks = [tuple(range(100, 108)), (tuple(range(100, 116)), 4, 12)]
+    parent_layout, _ = parent = hashed([TEXT, *chunks, MORE], prefix=prefix)
     preamble = parent_layout.segments[0]
-    assert of_segment(parent, 0) == stock(padded(prefix))
-    for index, tokens in ((1, A), (2, tuple(range(100, 110)))):
+    assert of_segment(parent, 0) == marked(prefix)
+    for index, tokens in ((1, tuple(range(100, 108))), (2, tuple(range(100, 112)))):
         child = Layout(BLOCK, (preamble,), preamble.num_blocks)
-        hashes = block_hashes(child, [*padded(prefix), *padded(tokens)], [], KEYS, spell)
+        hashes = block_hashes(child, [*padded(prefix), *tokens], [], KEYS, spell)
         segment = of_segment(parent, index)
         assert hashes[-len(segment) :] == segment
 
@@ -111,7 +121,7 @@ def test_a_chunk_behind_a_preamble_is_not_the_chunk_alone():
 
 
 def test_a_chunk_right_behind_an_aligned_preamble_is_an_ordinary_prompt():
-    assert of_segment(hashed([A, TEXT], prefix=ALIGNED), 1) == stock([*ALIGNED, *padded(A)])[2:]
+    assert of_segment(hashed([A, TEXT], prefix=ALIGNED), 1) == marked([*ALIGNED, *A])[2:]
 
 
 # ---------------------------------------------------------------- suffix
@@ -154,6 +164,18 @@ def test_text_behind_a_chunk_depends_on_the_chunk_its_length_and_its_place(other
 
 def test_text_in_front_of_an_aligned_chunk_is_not_text_behind_it():
     assert of_suffix(hashed([TEXT[:2], B, TEXT[2:]]))[0] != of_suffix(hashed([B, TEXT]))[0]
+
+
+def test_text_behind_a_chunk_depends_on_how_much_of_it_is_reused():
+    """Same text, same place, same last block: here the chunk's head is text, there it is text and chunk."""
+    part, whole = hashed([TEXT, (A, 4, 9), MORE]), hashed([[*TEXT, *A[:4]], A, MORE])
+    assert of_segment(part, 0) == of_segment(whole, 0)[1:]
+    assert of_suffix(part)[len(TEXT) // BLOCK + 1] != of_suffix(whole)[len(TEXT) // BLOCK + 1]
+
+
+def test_a_block_with_pads_is_no_block_of_text_with_their_tokens():
+    as_text = {*stock([*padded(A), *MORE]), *of_segment(hashed([tuple(padded(A)), MORE]), 0)}
+    assert set(of_segment(hashed([A, MORE]), 0)) - as_text == {marked(A)[-1]}
 
 
 def test_the_order_of_chunks_matters_to_the_text_behind_them():

@@ -16,8 +16,8 @@ segment from elsewhere, and a part of a chunk ends in the same block as the whol
 A segment's padded last block adds ("pads", number of valid tokens): what is loaded from disk has no KV for its pads, so
 it must not be found for a prompt in which the pads' tokens are text.
 
-A first segment without pads, at the place it was computed at, needs no such entry: the suffix goes on with its chain,
-as an ordinary prompt of these tokens would.
+A first segment at the place it was computed at needs no such entry: the suffix goes on with its chain, as an ordinary
+prompt of these tokens would if there are no pads.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def chunk_hashes(
 
 
 def _seen(layout: Layout, segment: LaidSegment, hashes: Sequence[BlockHash]) -> _Seen:
-    continues = segment.shift == 0 and segment.num_tokens % layout.block_size == 0
-    return _Seen(segment.visible_from, segment.num_tokens, hashes[segment.last_block], continues)
+    return _Seen(segment.visible_from, segment.num_tokens, hashes[segment.last_block], continues=segment.shift == 0)
 
 
 def _extend(

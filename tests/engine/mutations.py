@@ -55,7 +55,7 @@ MUTATIONS = {
         ),
     ],
     "salt dropped": [
-        Mutation("backend/plugin/requests.py", "keys = ExtraKeys(first, rest)", "keys = ExtraKeys()"),
+        Mutation("backend/plugin/requests.py", "return ExtraKeys(first, rest)", "return ExtraKeys()"),
         Mutation("backend/plugin/requests.py", "cache_salt=stock.cache_salt,", "cache_salt=None,"),
     ],
     "visible segments not hashed": [Mutation(HASHING, "extra += tuple(", "extra += () and tuple(")],
@@ -66,7 +66,7 @@ MUTATIONS = {
         Mutation(HASHING, "s.visible_from - start, s.num_tokens, s.last_hash", "s.num_tokens, s.last_hash")
     ],
     "ordinary chain continued behind a padded segment": [
-        Mutation(HASHING, "segment.shift == 0 and segment.num_tokens % layout.block_size == 0", "segment.shift == 0")
+        Mutation(HASHING, "num_valid is not None and num_valid < start + block_size", "num_valid is None")
     ],
 }
 

@@ -66,7 +66,7 @@ MUTATIONS = {
         Mutation(HASHING, "s.visible_from - start, s.num_tokens, s.last_hash", "s.num_tokens, s.last_hash")
     ],
     "ordinary chain continued behind a padded segment": [
-        Mutation(HASHING, "num_valid is not None and num_valid < start + block_size", "num_valid is None")
+        Mutation(HASHING, "num_valid is not None and num_valid < start + block_size", "num_valid == -1")
     ],
 }
 

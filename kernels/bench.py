@@ -261,12 +261,9 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
     """
     shape = replace(LLAMA_8B, page=workload.page)
     setup = Setup(workload, shape, device)
-    lengths = [n for documents in workload.documents for n in (*documents, workload.suffix)]
-    chosen = dispatch.choose(
-        shape, gpu, num_rows=len(setup.rows), most_queries=workload.queries, padded=dispatch.padding(lengths)
-    )
+    chosen = dispatch.choose(shape, gpu, num_rows=len(setup.rows), most_queries=workload.queries)
     candidates = dict(dispatch.variants(shape, gpu))
-    unfit = ("whole", "ragged", "many") if workload.queries == 1 else ("decode",)
+    unfit = ("whole", "many") if workload.queries == 1 else ("decode",)
     candidates = {name: variant for name, variant in candidates.items() if name not in unfit}
     stock = setup.stock_calls()  # kept until the graphs have run: a graph does not own what its calls made
     graphs = {name: capture(calls) for name, calls in stock.items()}
@@ -348,7 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(WORKLOADS)}")
     device = torch.device("cuda", 0)
     gpu, rows = dispatch.Gpu.of(device), []
-    facts = machine()
+    flags = ["--quick"] if options.quick else []
+    facts = {**machine(), "command": " ".join(["python -m lazyrag.kernels.bench", *flags, *options.kinds])}
     sys.stdout.write("  ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
     for kind in options.kinds or WORKLOADS:
         for workload in WORKLOADS[kind]:

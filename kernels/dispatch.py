@@ -146,7 +146,7 @@ def variants(shape: Shape, gpu: Gpu) -> Mapping[str, Variant]:
     return MappingProxyType({variant.name: variant for variant in found})
 
 
-def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, padded: float = 2.0) -> Variant:
+def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int) -> Variant:
     """The variant for a step.
 
     Args:
@@ -154,49 +154,43 @@ def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int, padded: 
         gpu: it runs on.
         num_rows: requests of the step.
         most_queries: query tokens of the largest of them.
-        padded: `padding` of the step's segments, if it is known.
     """
     found = variants(shape, gpu)
-    few = most_queries * shape.group <= 64
+    few = most_queries * shape.group <= FEW_ROWS
     if kernel_for(shape, gpu) == "portable":
         return found["few" if few else "many"]
-    if few and most_queries == 1 and num_rows >= MANY_ROWS:
-        return found["decode"]
-    if few and num_rows < MANY_ROWS:
-        return found["few"]
-    return found["ragged" if padded > RAGGED else "whole"]
+    if not few:
+        return found["whole"]
+    return found["decode" if most_queries == 1 and num_rows >= MANY_REQUESTS else "few"]
 
 
-MANY_ROWS = 17
-"""From so many rows on, decode fills an SM with two small blocks and not with one large one.
+# Measured on an H200 with 32 query heads, 8 key heads of 128, bf16, 16-token pages: benchmarks/kernels-h200.json.
 
-H200, 10 x 2048 tokens, 8 key heads, time over that of FA3: one large block 0.85 at 1 row; two small ones 0.91 at 1,
-0.99 at 8, 1.00 at 32 rows. In between the two were not compared yet; `kernels.bench` prints both.
+FEW_ROWS = 64
+"""Rows of queries (tokens x group) up to which tiles of 64 are taken; above, `whole` has 128.
+
+16 requests with 64 rows each: `few` takes 0.88 of the time of `whole`. 1 to 8 requests with 256 rows: 1.1 to 1.3 of it.
 """
 
-RAGGED = 1.06
-"""Share of padded columns from which two tiles of 64 a step are taken instead of one of 128."""
+MANY_REQUESTS = 32
+"""From so many requests on, decode fills an SM with two small blocks and not with one large one.
 
-
-def padding(lengths: list[int], tile: int = 128) -> float:
-    """Columns of whole tiles over tokens, for segments of these lengths."""
-    return sum(-(-n // tile) * tile for n in lengths) / max(1, sum(lengths))
+Time of `decode` over that of `few`: 0.99 to 1.10 for 1 to 8 requests, 1.01 and 1.02 for 16, 0.99 to 1.01 for 32, 0.96
+for 64.
+"""
 
 
 def _hopper_variants(shape: Shape) -> list[Variant]:
     group, page = shape.group, shape.page
     # Turns from shared memory need room for the raw query and know whole heads of NeoX pairs only.
     raw = shape.neox and shape.rotary_dim == shape.head_size
-    large = [
-        Variant("whole", Tiling(group, 128, 128, page), 1, hopper.Launch(stages=2, raw=raw)),
-        Variant("ragged", Tiling(group, 128, 64, page), 1, hopper.Launch(stages=2, halves=2, raw=raw)),
-    ]
-    if group > 64:
-        return large
+    whole = Variant("whole", Tiling(group, 128, 128, page), 1, hopper.Launch(stages=2, raw=raw))
+    if group > FEW_ROWS:
+        return [whole]
     return [
         Variant("decode", Tiling(group, 64, 64, page), 2, hopper.Launch(stages=3, max_registers=128)),
         Variant("few", Tiling(group, 64, 128, page), 1, hopper.Launch(stages=3, max_registers=255)),
-        *large,
+        whole,
     ]
 
 

@@ -5,15 +5,13 @@ Same maths, plan, partial results and merge as `kernels.portable`; three things 
 Pages by TMA. A tile is gathered by one box of [page, 64 columns] for each page and 64 columns of a head, 128-byte
 swizzled, so that the boxes of a tile stack to an ordinary operand of wgmma:
 
-    step ring entry     [ D / 64 column blocks ][ TILE / PAGE pages ][ PAGE tokens ][ 64 columns ]
+    ring entry          [ D / 64 column blocks ][ TILE / PAGE pages ][ PAGE tokens ][ 64 columns ]
 
 Pads are neither read nor multiplied. The box of a segment's last page starts at a *negative* token of that page, so TMA
 fills the missing rows with zeros and the real tokens stand at the end of the box (`_hide` knows); a page behind the end
 starts at token PAGE: all zeros, no traffic.
 
-Two tiles a step (`HALVES` = 2). A consumer multiplies with two key tiles of 64 tokens at a time, each with its own
-turned query, so documents of any length waste half of what tiles of 128 tokens do. Scores of the next step and values
-of this one are in flight while the softmax runs.
+Overlap. Scores of a tile and values of the one before it are in flight together, and both rings are filled ahead.
 
 A *turn* (another rotation of the query, once for each segment) reads shared memory only where there is room (`RAW`):
 the raw query stays there, and the line of cosines and sines comes along with the tile's keys. Otherwise it reads global
@@ -69,10 +67,10 @@ def _stacked(boxes, ENTRIES: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _tile(tiles, i, end):
-    """Valid tokens, turn line, segment and start of tile i; a tile behind the slice's end has no valid tokens."""
-    valid = gl.where(i < end, gl.load(tiles + i * 4), 0)
-    return valid, gl.load(tiles + i * 4 + 1), gl.load(tiles + i * 4 + 2), gl.load(tiles + i * 4 + 3)
+def _tile(tiles, i):
+    """Valid tokens, turn line, segment and start of tile i."""
+    tile = tiles + i * 4
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3)
 
 
 # ---------------------------------------------------------------- producer: one warp
@@ -111,33 +109,26 @@ def _produce(
     D: gl.constexpr,
     R: gl.constexpr,
     STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
     RAW: gl.constexpr,
 ):
     desc, turn_desc, ring, tiles, pages, begin, end, column = fetch
     k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v = ring
-    BYTES: gl.constexpr = HALVES * TILE * D * 2
-    for i in range(begin, end, HALVES):
-        j = (i - begin) // HALVES
+    BYTES: gl.constexpr = TILE * D * 2
+    for i in range(begin, end):
+        j = i - begin
         stage = j % STAGES
         free = ((j // STAGES) & 1) ^ 1
         mbarrier.wait(free_k.index(stage), free)
-        if RAW:
-            mbarrier.expect(full_k.index(stage), BYTES + HALVES * R * 4)
+        valid, line, _, _ = _tile(tiles, i)
+        if RAW:  # the tile's turn comes along
+            mbarrier.expect(full_k.index(stage), BYTES + R * 4)
+            _load_box(turn_desc, [line, 0], full_k.index(stage), turn_buffer.index(stage))
         else:
             mbarrier.expect(full_k.index(stage), BYTES)
-        for h in gl.static_range(HALVES):
-            valid, line, _, _ = _tile(tiles, i + h, end)
-            entry = stage * HALVES + h
-            if RAW:
-                _load_box(turn_desc, [line, 0], full_k.index(stage), turn_buffer.index(entry))
-            _fetch(desc, k_buffer, full_k.index(stage), pages, i + h, valid, entry, column, TILE, PAGE, D)
+        _fetch(desc, k_buffer, full_k.index(stage), pages, i, valid, stage, column, TILE, PAGE, D)
         mbarrier.wait(free_v.index(stage), free)
         mbarrier.expect(full_v.index(stage), BYTES)
-        for h in gl.static_range(HALVES):
-            valid, _, _, _ = _tile(tiles, i + h, end)
-            entry = stage * HALVES + h
-            _fetch(desc, v_buffer, full_v.index(stage), pages, i + h, valid, entry, column + D, TILE, PAGE, D)
+        _fetch(desc, v_buffer, full_v.index(stage), pages, i, valid, stage, column + D, TILE, PAGE, D)
 
 
 # ---------------------------------------------------------------- consumers: warpgroups of 64 query rows
@@ -206,8 +197,7 @@ def _turn(
     query,
     turn_buffer,
     line,
-    entry,
-    side,
+    stage,
     FIRST: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -217,9 +207,9 @@ def _turn(
 ):
     _, _, raw, turned, _, _, _, _ = query
     if RAW:
-        _turn_from_raw(raw.index(FIRST // 64), turned.index(side), turn_buffer.index(entry), D)
+        _turn_from_raw(raw.index(FIRST // 64), turned.index(FIRST // 64), turn_buffer.index(stage), D)
     else:
-        _turn_from_global(query, turned.index(side), line, FIRST, GROUP, D, R, NEOX)
+        _turn_from_global(query, turned.index(FIRST // 64), line, FIRST, GROUP, D, R, NEOX)
 
 
 @gluon.jit
@@ -228,10 +218,8 @@ def _start_scores(
     turn_buffer,
     full_k,
     keys,
-    tile0,
-    tile1,
+    line,
     last_line,
-    side,
     j,
     FIRST: gl.constexpr,
     GROUP: gl.constexpr,
@@ -240,51 +228,29 @@ def _start_scores(
     R: gl.constexpr,
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
     RAW: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Turn the query where a tile wants it, and put the scores of step j in flight.
-
-    A consumer keeps two turned queries if a step has two tiles; `side` is the newest.
-    """
+    """Turn the query if tile j of the slice wants another turn than the last one; put the tile's scores in flight."""
     _, _, _, turned, _, _, _, _ = query
-    _, line0, _, _ = tile0
-    valid1, line1, _, _ = tile1
     stage = j % STAGES
-    entry = stage * HALVES
-    if RAW:  # the lines come with the keys
+    if RAW:  # the line comes with the keys
         mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
-    if line0 != last_line:
-        if HALVES == 2:
-            side = side ^ 1
-        _turn(query, turn_buffer, line0, entry, side, FIRST, GROUP, D, R, NEOX, RAW)
-    side0 = side
-    if HALVES == 2:  # noqa: SIM102, the compiler knows this condition and not the next
-        if (line1 != line0) & (valid1 > 0):
-            side = side ^ 1
-            _turn(query, turn_buffer, line1, entry + 1, side, FIRST, GROUP, D, R, NEOX, RAW)
+    if line != last_line:
+        _turn(query, turn_buffer, line, stage, FIRST, GROUP, D, R, NEOX, RAW)
     if not RAW:
         mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
     zero = gl.zeros([64, TILE], gl.float32, S)
-    k0 = keys.index(entry).permute([1, 0])
-    s0 = warpgroup_mma(turned.index(side0), k0, zero, use_acc=False, is_async=True)
-    s1 = s0
-    if HALVES == 2:
-        k1 = keys.index(entry + 1).permute([1, 0])
-        s1 = warpgroup_mma(turned.index(side), k1, zero, use_acc=False, is_async=True)
-    return s0, s1, side
+    k = keys.index(stage).permute([1, 0])
+    return warpgroup_mma(turned.index(FIRST // 64), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _start_values(p0, p1, acc, full_v, values, j, STAGES: gl.constexpr, HALVES: gl.constexpr):
-    """Put the weighted sum of the values of step j in flight."""
+def _start_values(p, acc, full_v, values, j, STAGES: gl.constexpr):
+    """Put the weighted sum of the values of the slice's tile j in flight."""
     stage = j % STAGES
     mbarrier.wait(full_v.index(stage), (j // STAGES) & 1)
-    acc = warpgroup_mma(p0, values.index(stage * HALVES), acc, is_async=True)
-    if HALVES == 2:
-        acc = warpgroup_mma(p1, values.index(stage * HALVES + 1), acc, is_async=True)
-    return acc
+    return warpgroup_mma(p, values.index(stage), acc, is_async=True)
 
 
 @gluon.jit
@@ -320,35 +286,14 @@ def _mask(s, tile, sees, all_see, index, all_after, TILE: gl.constexpr, PAGE: gl
 
 
 @gluon.jit
-def _softmax(
-    s0,
-    s1,
-    tile0,
-    tile1,
-    top,
-    total,
-    sight,
-    scale_log2,
-    TILE: gl.constexpr,
-    PAGE: gl.constexpr,
-    HALVES: gl.constexpr,
-    S: gl.constexpr,
-):
-    """One step of the online softmax: weights of the step's tokens, and by what earlier results shrink."""
+def _softmax(s, tile, top, total, sight, scale_log2, TILE: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr):
+    """One step of the online softmax: weights of the tile's tokens, and by what earlier results shrink."""
     sees, all_see, index, all_after = sight
-    s0 = _mask(s0, tile0, sees, all_see, index, all_after, TILE, PAGE, S)
-    new = gl.maximum(top, gl.max(s0, 1) * scale_log2)
-    if HALVES == 2:
-        s1 = _mask(s1, tile1, sees, all_see, index, all_after, TILE, PAGE, S)
-        new = gl.maximum(new, gl.max(s1, 1) * scale_log2)
+    s = _mask(s, tile, sees, all_see, index, all_after, TILE, PAGE, S)
+    new = gl.maximum(top, gl.max(s, 1) * scale_log2)
     shrink = gl.exp2(top - new)
-    p0 = gl.exp2(s0 * scale_log2 - new[:, None])
-    p1 = p0
-    total = total * shrink + gl.sum(p0, 1)
-    if HALVES == 2:
-        p1 = gl.exp2(s1 * scale_log2 - new[:, None])
-        total += gl.sum(p1, 1)
-    return p0, p1, new, total, shrink
+    p = gl.exp2(s * scale_log2 - new[:, None])
+    return p, new, total * shrink + gl.sum(p, 1), shrink
 
 
 @gluon.jit
@@ -363,7 +308,6 @@ def _consume(
     R: gl.constexpr,
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
     RAW: gl.constexpr,
 ):
     """Query rows FIRST .. FIRST + 63 of the tile."""
@@ -376,8 +320,8 @@ def _consume(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = k_buffer.dtype
-    keys = _stacked(k_buffer, STAGES * HALVES, TILE, D)
-    values = _stacked(v_buffer, STAGES * HALVES, TILE, D)
+    keys = _stacked(k_buffer, STAGES, TILE, D)
+    values = _stacked(v_buffer, STAGES, TILE, D)
     # [64]
     m = FIRST + gl.arange(0, 64, gl.SliceLayout(1, S))
     sees = gl.load(seen + q0 + m // GROUP, mask=m // GROUP < nq, other=NO_LIMIT - 1)
@@ -388,88 +332,31 @@ def _consume(
     if RAW:
         _keep_raw(query, FIRST, GROUP, D)
 
-    tile0 = _tile(tiles, begin, end)
-    tile1 = _tile(tiles, begin + HALVES - 1, end)
-    s0, s1, side = _start_scores(
-        query,
-        turn_buffer,
-        full_k,
-        keys,
-        tile0,
-        tile1,
-        -1,
-        gl.to_tensor(FIRST // 64 * HALVES),
-        0,
-        FIRST,
-        GROUP,
-        TILE,
-        D,
-        R,
-        NEOX,
-        STAGES,
-        HALVES,
-        RAW,
-        S,
-    )
-    if HALVES == 2:
-        s0, s1 = warpgroup_mma_wait(0, deps=[s0, s1])
-    else:
-        s0 = warpgroup_mma_wait(0, deps=[s0])
+    tile = _tile(tiles, begin)
+    s = _start_scores(query, turn_buffer, full_k, keys, tile[1], -1, 0, FIRST, GROUP, TILE, D, R, NEOX, STAGES, RAW, S)
+    s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(free_k.index(0), count=1)
-    p0, p1, top, total, shrink = _softmax(s0, s1, tile0, tile1, top, total, sight, scale_log2, TILE, PAGE, HALVES, S)
-    a0 = gl.convert_layout(p0.to(dtype), A)
-    a1 = a0
-    if HALVES == 2:
-        a1 = gl.convert_layout(p1.to(dtype), A)
-    last_line = tile1[1]
-    tile0 = _tile(tiles, begin + HALVES, end)
-    tile1 = _tile(tiles, begin + 2 * HALVES - 1, end)
-    for i in range(begin + HALVES, end, HALVES):
-        j = (i - begin) // HALVES
-        next0 = _tile(tiles, i + HALVES, end)
-        next1 = _tile(tiles, i + 2 * HALVES - 1, end)
-        s0, s1, side = _start_scores(
-            query,
-            turn_buffer,
-            full_k,
-            keys,
-            tile0,
-            tile1,
-            last_line,
-            side,
-            j,
-            FIRST,
-            GROUP,
-            TILE,
-            D,
-            R,
-            NEOX,
-            STAGES,
-            HALVES,
-            RAW,
-            S,
+    p, top, total, shrink = _softmax(s, tile, top, total, sight, scale_log2, TILE, PAGE, S)
+    a = gl.convert_layout(p.to(dtype), A)
+    last_line = tile[1]
+    tile = _tile(tiles, begin + 1)
+    for i in range(begin + 1, end):
+        j = i - begin
+        next_tile = _tile(tiles, i + 1)
+        s = _start_scores(
+            query, turn_buffer, full_k, keys, tile[1], last_line, j, FIRST, GROUP, TILE, D, R, NEOX, STAGES, RAW, S
         )
-        acc = _start_values(a0, a1, acc, full_v, values, j - 1, STAGES, HALVES)
-        if HALVES == 2:
-            s0, s1 = warpgroup_mma_wait(HALVES, deps=[s0, s1])
-        else:
-            s0 = warpgroup_mma_wait(HALVES, deps=[s0])
+        acc = _start_values(a, acc, full_v, values, j - 1, STAGES)
+        s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(free_k.index(j % STAGES), count=1)
-        p0, p1, top, total, shrink = _softmax(
-            s0, s1, tile0, tile1, top, total, sight, scale_log2, TILE, PAGE, HALVES, S
-        )
+        p, top, total, shrink = _softmax(s, tile, top, total, sight, scale_log2, TILE, PAGE, S)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free_v.index((j - 1) % STAGES), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-        a0 = gl.convert_layout(p0.to(dtype), A)
-        a1 = a0
-        if HALVES == 2:
-            a1 = gl.convert_layout(p1.to(dtype), A)
-        last_line = tile1[1]
-        tile0 = next0
-        tile1 = next1
-    last = (end - begin + HALVES - 1) // HALVES - 1
-    acc = _start_values(a0, a1, acc, full_v, values, last, STAGES, HALVES)
+        a = gl.convert_layout(p.to(dtype), A)
+        last_line = tile[1]
+        tile = next_tile
+    acc = _start_values(a, acc, full_v, values, end - begin - 1, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     mo = FIRST + gl.arange(0, 64, gl.SliceLayout(1, O))
@@ -513,7 +400,6 @@ def _attend(
     R: gl.constexpr,
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
     RAW: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -526,10 +412,10 @@ def _attend(
     index0, slot = gl.load(item + 4), gl.load(item + 5)
     if begin < end:  # else a line that only fills the table
         N: gl.constexpr = BLOCK_M // 64  # consumers
-        BOXES: gl.constexpr = STAGES * HALVES * (D // BOX) * (TILE // PAGE)
+        BOXES: gl.constexpr = STAGES * (D // BOX) * (TILE // PAGE)
         Q: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-        turned = gl.allocate_shared_memory(desc.dtype, [N * HALVES, 64, D], Q)
+        turned = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
         full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         free_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -537,7 +423,7 @@ def _attend(
         raw, turn_buffer = turned, full_k  # stand-ins, not used unless RAW
         if RAW:
             raw = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
-            turn_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * HALVES, 1, R], turn_desc.layout)
+            turn_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, R], turn_desc.layout)
         k_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
         v_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
         for stage in gl.static_range(STAGES):
@@ -556,8 +442,8 @@ def _attend(
         if N == 1:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, HALVES, RAW)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, HALVES, RAW)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
                 ],
                 [1],
                 [24],
@@ -565,9 +451,9 @@ def _attend(
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, HALVES, RAW)),
-                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, HALVES, RAW)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, HALVES, RAW)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
                 ],
                 [4, 1],
                 [REGISTERS, 24],
@@ -579,15 +465,13 @@ class Launch:
     """How the kernel is compiled.
 
     Attributes:
-        stages: steps of keys and of values that are in flight.
-        halves: tiles a step, 1 or 2.
+        stages: tiles of keys and of values that are in flight.
         raw: turn the query from shared memory (whole-head NeoX rotations only).
         max_registers: of a thread at start: 65536 / threads of all blocks of an SM. The producer gives its share away.
         registers: of the second consumer.
     """
 
     stages: int
-    halves: int = 1
     raw: bool = False
     max_registers: int = 168
     registers: int = 240
@@ -682,7 +566,6 @@ def constants(tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launc
         "R": rotary_dim,
         "NEOX": neox,
         "STAGES": launch.stages,
-        "HALVES": launch.halves,
         "RAW": launch.raw,
         "REGISTERS": launch.registers,
     }

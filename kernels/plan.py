@@ -368,9 +368,9 @@ class DevicePlan:
 
     def __init__(self, tiling: Tiling, capacity: Capacity, device: torch.device, *, fixed: bool = False) -> None:
         self.tiling, self.capacity, self.fixed = tiling, capacity, fixed
-        # The kernels look ahead: by a step of two tiles from the last one of a step that may be half empty.
-        self.tiles = torch.zeros(capacity.tiles + 3, 4, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(capacity.tiles + 3, tiling.tile // tiling.page, dtype=torch.int32, device=device)
+        # The kernels look ahead by one tile.
+        self.tiles = torch.zeros(capacity.tiles + 1, 4, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(capacity.tiles + 1, tiling.tile // tiling.page, dtype=torch.int32, device=device)
         size = capacity.work * 6 + capacity.splits * 4 + capacity.queries + capacity.runs * 6
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = _Staging(size, device)

@@ -71,7 +71,7 @@ class Counters:
     fail_safe: int = 0
 
 
-class LazyMixin(compat.Gate):  # type: ignore[misc]
+class LazyMixin(compat.Gate):
     """What a lazy engine's scheduler does on top of vLLM's. Use `LazyScheduler` or `LazyAsyncScheduler`."""
 
     def __init__(
@@ -426,9 +426,9 @@ def _error_output(request: Request, error: LazyRAGError) -> EngineCoreOutput:
     )
 
 
-class LazyScheduler(LazyMixin, Scheduler):  # type: ignore[misc]
+class LazyScheduler(LazyMixin, Scheduler):
     """For engines without asynchronous scheduling (the CPU platform)."""
 
 
-class LazyAsyncScheduler(LazyMixin, AsyncScheduler):  # type: ignore[misc]
+class LazyAsyncScheduler(LazyMixin, AsyncScheduler):
     """For engines with asynchronous scheduling (the default on GPUs)."""

@@ -437,6 +437,7 @@ def reuse_of(request: Request, report: wire.WireReport | None, num_cached_tokens
         return Reuse(len(request.token_ids), num_cached_tokens)
     sources = tuple(report["sources"])
     reused = sum(s.num_tokens for s, source in zip(request.segments, sources, strict=True) if source in (HBM, DISK))
+    reused += request.prefix_len if report["preamble"] in (HBM, DISK) else 0
     return Reuse(len(request.token_ids), reused + report["cached_suffix_tokens"], sources)
 
 

@@ -14,10 +14,10 @@ Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a cli
                      child's prompt are the chunk's; what follows them are pads and one dummy token
 
 Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
-    {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "cached_suffix_tokens": int,
-                 "children_computed": int, "children_loaded": int}}
-    `sources` has one entry for each span (the preamble not counted). Children are counted for the request that asked
-    first, so that the sum over requests is their number.
+    {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "preamble": one of the same or "",
+                 "cached_suffix_tokens": int, "children_computed": int, "children_loaded": int}}
+    `sources` has one entry for each span; `preamble` is the shared preamble's, empty if there is none. Children are
+    counted for the request that asked first, so that the sum over requests is their number.
     {"lazyrag": {"error": name of a class in `lazyrag.errors`, "message": str}}   with finish_reason "error"
 """
 
@@ -59,6 +59,7 @@ class WireChild(TypedDict):
 
 class WireReport(TypedDict):
     sources: list[str]
+    preamble: str
     cached_suffix_tokens: int
     children_computed: int
     children_loaded: int

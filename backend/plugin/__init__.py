@@ -1,9 +1,28 @@
 """LazyRAG inside vLLM's processes: scheduler, worker and attention. See backend/README.md."""
 
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any
+
+from lazyrag.backend import wire
+
 
 def register() -> None:
     """The `vllm.general_plugins` entry point; vLLM calls it in each of its processes, whatever engine runs there.
 
-    Nothing to do: an engine names LazyRAG's scheduler and worker classes, which bring the rest along when vLLM imports
-    them. The entry point makes vLLM import this package where it loads plugins: a broken installation shows there.
+    An engine names LazyRAG's scheduler and worker classes, which bring the rest along. What is left to do here concerns
+    engine cores that LazyRAG has started, in any mode: they must not outlive the process that they answer to.
     """
+    ours = wire.REFUSALS in os.environ and multiprocessing.current_process().name.startswith("EngineCore")
+    if ours and (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), name="lazyrag-parent", daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    """End this process when its parent is gone, which vLLM does only for workers."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)

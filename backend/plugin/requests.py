@@ -75,20 +75,21 @@ class LazyRequest:
 
     def report(self) -> wire.WireReport:
         """What the client is told (see `wire`)."""
-        sources = []
-        for i in range(self.num_preamble, len(self.layout.segments)):
-            child = self.children.get(i)
-            if child is None:
-                sources.append(HBM if self.resident[i] else COMPUTED)
-            else:
-                sources.append(DISK if child.is_loaded else COMPUTED)
+        sources = [self._source(i) for i in range(len(self.layout.segments))]
         loaded = sum(child.is_loaded for child in self.asked)
         return {
-            "sources": sources,
+            "sources": sources[self.num_preamble :],
+            "preamble": sources[0] if self.num_preamble else "",
             "cached_suffix_tokens": self.cached_suffix_tokens or 0,
             "children_computed": len(self.asked) - loaded,
             "children_loaded": loaded,
         }
+
+    def _source(self, index: int) -> str:
+        child = self.children.get(index)
+        if child is None:
+            return HBM if self.resident[index] else COMPUTED
+        return DISK if child.is_loaded else COMPUTED
 
 
 class RequestMaker:

@@ -69,9 +69,15 @@ def store(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         while not num_kept(folder) and killed.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert killed.poll() is None, "it was meant to be killed in the middle"
-    finally:
-        os.killpg(killed.pid, signal.SIGKILL)
+        killed.kill()  # the main process alone
         killed.wait()
+        # Its engine must not stay behind. Signal 0 only asks whether anybody of the group is there.
+        while (left := group_exists(killed.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+    finally:
+        if group_exists(killed.pid):
+            os.killpg(killed.pid, signal.SIGKILL)
     with Store.open(folder) as opened:
         num_chunks = opened.stats()["chunks"]
     assert 0 < num_kept(folder) < num_chunks
@@ -79,6 +85,14 @@ def store(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     summary = lazyrag(*ingest)
     assert (summary["unchanged"], summary["failed"], summary["warmed"]) == (len(PACKAGES), [], num_chunks)
     return folder
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def num_kept(store: Path) -> int:

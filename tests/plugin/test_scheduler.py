@@ -56,6 +56,7 @@ def test_the_report_counts_cached_suffix_tokens(new_engine, lib, docs):
     given = lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION)
     first, second = engine.generate(given)[0], engine.generate(given)[0]
     assert first.report["cached_suffix_tokens"] == 0
+    assert first.report["preamble"] == ""
     assert second.report["cached_suffix_tokens"] == (len(PRE) + len(SEP) + len(QUESTION) - 1) // lib.BLOCK * lib.BLOCK
     assert second.token_ids == first.token_ids
 
@@ -169,9 +170,11 @@ def test_chunks_behind_a_preamble(new_engine, lib, docs, preamble):
 
     (cold,) = engine.generate(given(PRE, docs[0], SEP, docs[1], SEP, docs[2], QUESTION))
     assert cold.right
-    assert cold.sources == ["computed"] * 3
+    assert (cold.sources, cold.report["preamble"]) == (["computed"] * 3, "computed")
     assert engine.children == 4
     assert cold.request_id in engine.steps[0]
+    (hot,) = engine.generate(given(OTHER, docs[1], QUESTION))
+    assert (hot.sources, hot.report["preamble"]) == (["hbm"], "hbm")
     shapes = [
         given(PRE, docs[2], SEP, docs[0], QUESTION),
         given(docs[0], docs[1], QUESTION),

@@ -84,13 +84,18 @@ def test_a_validation_error_is_told_without_what_was_given() -> None:
 # ---------------------------------------------------------------- reuse
 
 
-def test_reuse_counts_resident_and_loaded_segments_and_cached_literals() -> None:
-    segments = [Segment("a", 0, 10), Segment("b", 12, 20), Segment("c", 32, 30)]
-    request = Request([0] * 70, segments)
+@pytest.mark.parametrize(("preamble", "counted"), [("", 0), (COMPUTED, 0), (HBM, 7), (DISK, 7)])
+def test_reuse_counts_resident_and_loaded_segments_and_cached_literals(preamble: str, counted: int) -> None:
+    segments = [Segment("a", 7, 10), Segment("b", 19, 20), Segment("c", 39, 30)]
+    request = Request([0] * 77, segments, prefix_len=7 if preamble else 0)
     report = wire.WireReport(
-        sources=[HBM, COMPUTED, DISK], cached_suffix_tokens=3, children_computed=1, children_loaded=1
+        sources=[HBM, COMPUTED, DISK],
+        preamble=preamble,
+        cached_suffix_tokens=3,
+        children_computed=1,
+        children_loaded=1,
     )
-    assert local.reuse_of(request, report, 999) == Reuse(70, 10 + 30 + 3, (HBM, COMPUTED, DISK))
+    assert local.reuse_of(request, report, 999) == Reuse(77, counted + 10 + 30 + 3, (HBM, COMPUTED, DISK))
 
 
 def test_reuse_of_an_ordinary_request_is_vllms_own_count() -> None:

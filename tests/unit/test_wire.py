@@ -90,7 +90,13 @@ def test_every_error_can_be_sent():
 
 
 def test_a_report_is_found_beside_vllms_own_parameters():
-    report = {"sources": ["hbm"], "cached_suffix_tokens": 0, "children_computed": 0, "children_loaded": 0}
+    report = {
+        "sources": ["hbm"],
+        "preamble": "",
+        "cached_suffix_tokens": 0,
+        "children_computed": 0,
+        "children_loaded": 0,
+    }
     assert wire.report_from_params({"theirs": 1, wire.REPORT: report}) == report
     assert wire.error_from_params({"theirs": 1, wire.REPORT: report}) is None
     assert wire.report_from_params(None) is wire.report_from_params({"theirs": 1}) is None

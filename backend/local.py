@@ -27,6 +27,7 @@ from lazyrag.backend import wire
 from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request, Sampling
 from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.backend.layout import Span
+from lazyrag.backend.tiers.disk import DiskTier
 from lazyrag.errors import (
     ConfigError,
     ContextOverflowError,
@@ -139,7 +140,9 @@ class LocalEngine:
             model.model, dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype=config.cache_config.cache_dtype
         )
         if config.kv_transfer_config is not None:
-            config.kv_transfer_config.kv_connector_extra_config["fingerprint"] = fingerprint
+            extra = config.kv_transfer_config.kv_connector_extra_config
+            extra["fingerprint"] = fingerprint
+            DiskTier(extra["root"], fingerprint, extra["budget_bytes"])  # a folder that cannot be is an error here
         self._llm = AsyncLLM.from_vllm_config(config)
         layers = model.get_num_layers(config.parallel_config)
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()

@@ -306,15 +306,17 @@ def query(
     )
     rag = LazyRAG(config)
     prompt, hits = rag.question(question, k)
-    if show_prompt and not as_json:
-        typer.echo(rag.plan(prompt).text + "\n")
     say("Starting the engine ...")
+    rag.info  # noqa: B018  (a plan fits the engine's block size)
+    plan = rag.plan(prompt)
+    if show_prompt and not as_json:
+        typer.echo(plan.text + "\n")
     deltas = []
-    for delta in rag.stream(prompt):
+    for delta in rag.stream(plan):
         deltas.append(delta)
         if stream and not as_json:
             typer.echo(delta.text, nl=False)
-    whole, plan = joined(deltas), rag.plan(prompt)
+    whole = joined(deltas)
     values = answer_values(whole, plan, hits)
     if show_prompt:
         values["prompt"] = plan.text

@@ -156,7 +156,6 @@ class Config:
         return (
             self.model,
             self.mode,
-            self.preamble,
             self.dtype,
             self.max_model_len,
             self.block_size,

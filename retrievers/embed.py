@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -76,6 +77,20 @@ def _minilm(*, dtype: str, threads: int | None) -> Embedder:
     return SentenceTransformerEmbedder(folder, name="minilm", dtype=dtype, threads=threads)
 
 
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """No progress bar of transformers' own, which would stand among those of an ingest."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 class SentenceTransformerEmbedder:
     """A sentence-transformers model. Texts longer than the model's own limit are embedded by their beginning.
 
@@ -97,7 +112,8 @@ class SentenceTransformerEmbedder:
         if threads is not None:
             torch.set_num_threads(threads)
         try:
-            self._model: Any = package.SentenceTransformer(model, local_files_only=True)
+            with _no_bars():
+                self._model: Any = package.SentenceTransformer(model, local_files_only=True)
         except (OSError, ValueError) as error:
             if Path(model).is_dir():
                 raise ConfigError(f"{model} holds no model that sentence-transformers can read.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Literal
@@ -93,9 +94,10 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
             call = self._call(messages, stop, kwargs)
-            async for delta in self.client.astream(call.messages, call.sampling, tools=call.tools):
-                for chunk in call.chunks(delta):
-                    yield chunk
+            async with aclosing(self.client.astream(call.messages, call.sampling, tools=call.tools)) as deltas:
+                async for delta in deltas:
+                    for chunk in call.chunks(delta):
+                        yield chunk
 
     def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -74,11 +75,12 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         heard = Heard()
         with langchain_errors():
-            async for delta in self.client.astream(prompt, self._sampling(stop, kwargs)):
-                chunk = _to_chunk(delta, heard.add(delta))
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+            async with aclosing(self.client.astream(prompt, self._sampling(stop, kwargs))) as deltas:
+                async for delta in deltas:
+                    chunk = _to_chunk(delta, heard.add(delta))
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     def _result(self, answers: Sequence[Answer]) -> LLMResult:
         return LLMResult(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,9 +108,10 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
         call = self._chat_call(messages, kwargs)
 
         async def pieces() -> ChatResponseAsyncGen:
-            async for delta in self.client.astream(call.prompt, call.sampling, tools=call.tools):
-                for piece in call.chat_pieces(delta):
-                    yield piece
+            async with aclosing(self.client.astream(call.prompt, call.sampling, tools=call.tools)) as deltas:
+                async for delta in deltas:
+                    for piece in call.chat_pieces(delta):
+                        yield piece
 
         return pieces()
 
@@ -152,8 +154,9 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
         call = self._completion_call(prompt, formatted, kwargs)
 
         async def pieces() -> CompletionResponseAsyncGen:
-            async for delta in self.client.astream(call.prompt, call.sampling):
-                yield call.completion_piece(delta)
+            async with aclosing(self.client.astream(call.prompt, call.sampling)) as deltas:
+                async for delta in deltas:
+                    yield call.completion_piece(delta)
 
         return pieces()
 

@@ -210,7 +210,7 @@ def test_a_config_is_read_only_hashable_and_can_be_copied() -> None:
 
 def test_engine_keys_are_equal_exactly_if_one_engine_can_serve_both(tmp_path: Path) -> None:
     base = Config("m", store=tmp_path)
-    for same in ({"max_tokens": 5}, {"temperature": 1.0}, {"namespace": "x"}, {"embedder": "hash"}, {"chunk_size": 5}):
+    for same in ({"max_tokens": 5}, {"temperature": 1.0}, {"namespace": "x"}, {"preamble": "x"}, {"chunk_size": 5}):
         assert Config("m", store=tmp_path, **same).engine_key() == base.engine_key()
     for other in (
         {"mode": "exact"},

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeAlias
 
 import typer
@@ -160,14 +161,16 @@ def ingest(
         namespace=namespace,
     )
     rag = LazyRAG(config)
-    plan = rag.plan_ingest(paths)
     if dry_run:
+        with TemporaryDirectory() as folder:  # for a store that does not exist yet, and shall not
+            plan = (rag if rag.store else LazyRAG(replace(config, store=Path(folder)))).plan_ingest(paths)
         reply(plan_values(plan), as_json, lambda: plan_lines(plan, sync))
         list_failures(plan.failed)
         raise typer.Exit(FAILED if plan.failed else 0)
+    plan = rag.plan_ingest(paths)
     if not quiet:
         say(*plan_lines(plan, sync))
-        if kv is KV.now:
+        if kv is KV.now and rag.needs_warming(plan):
             say("Starting the engine ...")
     failed, stored, summary = list(plan.failed), 0, None
     try:
@@ -240,6 +243,8 @@ def plan_lines(plan: IngestPlan, sync: bool) -> list[str]:
         missing += " (to be deleted)" if sync else " (kept; --sync deletes them)"
     counts = f"added {len(plan.added)}, changed {len(plan.changed)}, unchanged {len(plan.unchanged)}, {missing}"
     lines = [f"plan: {counts}, failed {len(plan.failed)}; {size(plan.num_bytes)} to read"]
+    if not (plan.added or plan.changed or plan.unchanged or plan.failed):
+        lines.append("nothing was found that can be ingested")
     if plan.skipped:
         lines.append(f"passed over {len(plan.skipped)} hidden files and files of unknown type")
     if plan.interrupted:
@@ -497,7 +502,8 @@ def config_show(store: StoreOption = None, file: FileOption = None, as_json: Jso
     from lazyrag.client import LazyRAG
 
     rows = LazyRAG(load(file, store=store)).config.rows()
-    values = [{**asdict(row), "value": str(row.value) if isinstance(row.value, Path) else row.value} for row in rows]
+    rows = [replace(row, value=str(row.value)) if isinstance(row.value, Path) else row for row in rows]
+    values = [asdict(row) for row in rows]
     table = [(row.name, "-" if row.value is None else repr(row.value), row.origin, row.help) for row in rows]
     reply(values, as_json, lambda: columns([("setting", "value", "from", "meaning"), *table]))
 

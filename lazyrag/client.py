@@ -20,7 +20,7 @@ from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import Message, render
 from lazyrag.config import Config
-from lazyrag.errors import ConfigError
+from lazyrag.errors import ConfigError, InputError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
@@ -107,6 +107,8 @@ class LazyRAG:
     @property
     def model(self) -> Path:
         """The model's folder."""
+        if not self.config.model and self.config.store is not None:
+            self._needed_store()  # it would name the model
         return model_folder(self.config.model)
 
     @property
@@ -396,11 +398,31 @@ class LazyRAG:
         from lazyrag import ingest
 
         plan = plan or self.plan_ingest(paths, documents=documents)
-        warm = warm and self._mode != "exact"
+        warm = warm and self.needs_warming(plan)
         fingerprint = self._kv_fingerprint(plan.store) if warm else None
         settings = {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
         plan.store.remember(**settings)
         yield from ingest.run(plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint)
+        if fingerprint is not None:
+            plan.store.remember(kv=fingerprint, kv_of=self._kv_identity())
+
+    def needs_warming(self, plan: IngestPlan) -> bool:
+        """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""
+        if self._mode == "exact":
+            return False
+        if plan.added or plan.changed:
+            return True
+        known = plan.store.settings()
+        kept = self.config.kv_dir is not None and next(_kv_files(self.config.kv_dir), None) is not None
+        fingerprint = known.get("kv", "") if kept and known.get("kv_of") == self._kv_identity() else ""
+        return plan.store.num_unwarmed(fingerprint, plan.namespace) > 0
+
+    def _kv_identity(self) -> str:
+        """Changes with whatever the KV's fingerprint depends on; made without reading the weights."""
+        files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.iterdir() if p.is_file())
+        config = self.config
+        settings = (str(self.model), config.mode, config.dtype, config.preamble, sorted(config.engine_args.items()))
+        return blake2b(repr((files, settings)).encode(), digest_size=16).hexdigest()
 
     def _kv_fingerprint(self, store: Store) -> str | None:
         """Names what the chunks' KV on disk depends on; None if it is not kept."""
@@ -446,8 +468,23 @@ class LazyRAG:
         return store
 
     def question(self, question: str, k: int = 4) -> tuple[Prompt, list[Hit]]:
-        """The prompt that `query` sends for a question, and the stored chunks it holds."""
+        """The prompt that `query` sends for a question, and the stored chunks it holds.
+
+        Raises:
+            InputError: an empty question, or nothing to answer it from.
+        """
+        if not question.strip():
+            raise InputError("The question is empty.")
+        store = self._needed_store()
+        self.model  # noqa: B018  (a wrong model is an error before the embedder is loaded)
         hits = self.search(question, k)
+        if not hits:
+            namespace = f"namespace {self.config.namespace!r}" if self.config.namespace else "default namespace"
+            raise InputError(
+                f"The store in {store.directory} holds nothing to answer from:",
+                why=f"there are no documents in its {namespace}.",
+                fix=f"Ingest some: lazyrag ingest PATH --store {store.directory}",
+            )
         passages = "\n\n".join(f"[{i}] {hit.chunk.source}\n{hit.chunk.text}" for i, hit in enumerate(hits, 1))
         content = f"{passages}\n\nQuestion: {question}"
         system = self.config.preamble or SYSTEM
@@ -477,11 +514,15 @@ class LazyRAG:
         return explain(plan or self.plan(prompt), reuse, nearest=Alterations(self.library.segmenter).find)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the store, of its KV on disk, and of the engine if it runs."""
+        """Counts of the store, of its KV on disk, and of the engine if it runs.
+
+        Raises:
+            ConfigError: a store is named that does not exist.
+        """
         out: dict[str, Any] = {}
-        config, store = self.config, self.store
-        if store is not None:
-            out["store"] = store.stats(config.namespace)
+        config = self.config
+        if config.store is not None:
+            out["store"] = self._needed_store().stats(config.namespace)
         if config.kv_dir is not None:
             sizes = []
             for path in _kv_files(config.kv_dir):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import re
 import stat
@@ -506,6 +507,7 @@ class _HtmlText(HTMLParser):
 @reader(".pdf")
 def _pdf(data: bytes) -> Parsed:
     pypdf = need("pypdf", extra="pdf")
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes the file's bytes
     try:
         pdf = pypdf.PdfReader(BytesIO(data))
         locked = pdf.is_encrypted and not pdf.decrypt("")

@@ -24,7 +24,7 @@ from lazyrag.tokens import Tokenizer
 from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan
 
 TOO_SHORT = "shorter than the minimum"
-CUT_TOO_EARLY = "cut before the end of its first block"
+CUT_TOO_EARLY = "too little of it is shown: less than a KV block"
 AT_END = "the prompt ends in it, and its last token must be computed to go on from"
 NO_ROUND_TRIP = "its text does not survive the tokenizer"
 NO_PREAMBLE = "the prompt does not begin with the preamble that chunks are computed behind"

@@ -62,6 +62,11 @@ def load_embedder(name: str, *, dtype: str = "float32", threads: int | None = No
     """
     if name not in EMBEDDERS and (Path(name).is_dir() or "/" in name):
         return SentenceTransformerEmbedder(name, dtype=dtype, threads=threads)
+    if name not in EMBEDDERS:
+        raise ConfigError(
+            f"There is no embedder {name!r}:",
+            why=f"it is none of {', '.join(EMBEDDERS)}, no folder, and no hub name such as owner/model.",
+        )
     return EMBEDDERS.get(name)(dtype=dtype, threads=threads)
 
 

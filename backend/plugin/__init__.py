@@ -15,10 +15,12 @@ def register() -> None:
     """The `vllm.general_plugins` entry point; vLLM calls it in each of its processes, whatever engine runs there.
 
     An engine names LazyRAG's scheduler and worker classes, which bring the rest along. What is left to do here concerns
-    engine cores that LazyRAG has started, in any mode: they must not outlive the process that they answer to.
+    engine cores that LazyRAG has started, in any mode. They must not outlive the process that they answer to. And they
+    get a process group of their own: a terminal sends Ctrl-C to a whole group, and an engine core takes it for an error.
     """
     ours = wire.REFUSALS in os.environ and multiprocessing.current_process().name.startswith("EngineCore")
     if ours and (parent := multiprocessing.parent_process()) is not None:
+        os.setpgrp()
         threading.Thread(target=_end_with, args=(parent,), name="lazyrag-parent", daemon=True).start()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,13 +72,13 @@ def store(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert killed.poll() is None, "it was meant to be killed in the middle"
         killed.kill()  # the main process alone
         killed.wait()
-        # Its engine must not stay behind. Signal 0 only asks whether anybody of the group is there.
-        while (left := group_exists(killed.pid)) and time.monotonic() < deadline:
+        # Its engine must not stay behind.
+        while members(killed.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not left
+        assert not members(killed.pid)
     finally:
-        if group_exists(killed.pid):
-            os.killpg(killed.pid, signal.SIGKILL)
+        for pid in members(killed.pid):
+            os.kill(pid, signal.SIGKILL)
     with Store.open(folder) as opened:
         num_chunks = opened.stats()["chunks"]
     assert 0 < num_kept(folder) < num_chunks
@@ -87,12 +88,15 @@ def store(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def members(session: int) -> list[int]:
+    """The processes of a session that have not ended, whatever their process groups."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, _, its_session = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(entry.parent.name))
+    return found
 
 
 def num_kept(store: Path) -> int:

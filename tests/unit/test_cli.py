@@ -142,8 +142,40 @@ def test_fail_fast_stops_at_the_first_failure(run: Run, docs: Path, model: Path)
 def test_a_dry_run_changes_nothing(run: Run, docs: Path, model: Path, engines: list[FakeEngine]) -> None:
     plan = json.loads(run("ingest", docs, "--store", "kb", "--model", model, "--dry-run", "--json").stdout)
     assert sorted(plan["added"]) == sorted(str(docs / name) for name in TEXTS)
-    assert json.loads(run("stats", "--store", "kb", "--json").stdout)["store"]["documents"] == 0
+    assert not Path("kb").exists()
     assert engines == []
+
+
+def test_an_unchanged_ingest_starts_no_engine(run: Run, store: Path, docs: Path, engines: list[FakeEngine]) -> None:
+    client.LazyRAG._shared.clear()
+    client._engines.clear()
+    engines.clear()
+    again = run("ingest", docs, "--store", store)
+    assert "Starting the engine" not in again.stderr
+    assert engines == []
+    assert "unchanged" in again.stdout
+
+
+def test_a_folder_without_documents_is_said_to_have_none(run: Run, model: Path, engines: list[FakeEngine]) -> None:
+    Path("empty").mkdir()
+    assert "nothing was found" in run("ingest", "empty", "--store", "kb", "--model", model).stderr
+    assert engines == []
+
+
+@pytest.mark.parametrize("command", [("stats",), ("query", "Who?"), ("explain", "prompt.txt")])
+def test_a_store_that_does_not_exist_is_named(run: Run, command: tuple[str, ...]) -> None:
+    Path("prompt.txt").write_text("Who?")
+    result = run(*command, "--store", "nowhere")
+    assert result.exit_code == 2
+    assert "There is no store in nowhere" in result.stderr
+
+
+def test_a_question_without_passages_is_not_answered(run: Run, store: Path) -> None:
+    empty = run("query", "Who?", "--store", store, "--namespace", "other")
+    assert "nothing to answer from" in empty.stderr
+    blank = run("query", " ", "--store", store)
+    assert "question is empty" in blank.stderr
+    assert empty.exit_code == blank.exit_code == 2
 
 
 def test_documents_are_deleted_only_when_asked(run: Run, store: Path, docs: Path) -> None:

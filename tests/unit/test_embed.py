@@ -47,7 +47,7 @@ def test_normalising_leaves_zeros_alone():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"There is no embedder 'nosuch'\. Known: hash, minilm\."):
+    with pytest.raises(ConfigError, match=r"There is no embedder 'nosuch': it is none of hash, minilm, no folder"):
         load_embedder("nosuch")
 
 

@@ -16,7 +16,7 @@ def register() -> None:
 
     An engine names LazyRAG's scheduler and worker classes, which bring the rest along. What is left to do here concerns
     engine cores that LazyRAG has started, in any mode. They must not outlive the process that they answer to. And they
-    get a process group of their own: a terminal sends Ctrl-C to a whole group, and an engine core takes it for an error.
+    get a process group of their own: a terminal sends Ctrl-C to a whole group, and an engine core takes it for a fault.
     """
     ours = wire.REFUSALS in os.environ and multiprocessing.current_process().name.startswith("EngineCore")
     if ours and (parent := multiprocessing.parent_process()) is not None:

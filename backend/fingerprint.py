@@ -6,7 +6,10 @@ KV computed under one fingerprint means nothing under another. It covers
   - `config.json`, so the architecture, RoPE with its scaling, and quantisation, but not the keys that only say where
     the checkpoint came from;
   - the tokenizer's vocabulary and merges (not its chat template, which reaches the KV through the token ids only);
-  - the dtypes of model and KV cache, a revision, an adapter that is always active;
+  - the dtypes of model and KV cache;
+  - every engine setting that is not known to leave K and V alone (`NEUTRAL`): an override of the model's configuration,
+    another way to load or quantise the weights, and whatever a later vLLM adds. Too much costs a computation, too little
+    a wrong answer;
   - `KV_FORMAT`: how this package stores KV.
 It does not cover block size or device: KV is stored by token.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +33,37 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 PROVENANCE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+NEUTRAL = frozenset(
+    {
+        "additional_config",
+        "async_scheduling",
+        "block_size",
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "download_dir",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_cudagraph_capture_size",
+        "max_logprobs",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_partial_prefills",
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+        "optimization_level",
+        "scheduler_cls",
+        "served_model_name",
+        "structured_outputs_config",
+        "tensor_parallel_size",
+        "use_tqdm_on_load",
+    }
+)
+"""Settings of vLLM that say how much runs, when and where; none of them changes a token's key or value."""
+
 READ_BYTES = 1 << 20
 
 
@@ -38,8 +72,7 @@ def model_fingerprint(
     *,
     dtype: str,
     kv_cache_dtype: str = "auto",
-    revision: str | None = None,
-    lora: str | os.PathLike[str] | None = None,
+    engine_args: Mapping[str, object] | None = None,
 ) -> str:
     """The fingerprint of a model as an engine runs it, 64 hex digits. The same in every process and on every machine.
 
@@ -47,8 +80,7 @@ def model_fingerprint(
         model_path: folder of a Hugging Face checkpoint.
         dtype: what the model runs in, resolved ("bfloat16", not "auto").
         kv_cache_dtype: as vLLM's; "auto" is `dtype`.
-        revision: of the checkpoint, if it has one.
-        lora: folder of an adapter that is active in every request.
+        engine_args: the user's further settings of the engine, by vLLM's names.
 
     Raises:
         ConfigError: the folder, its weights or its configuration are missing or cannot be read, or `dtype` is "auto".
@@ -64,20 +96,17 @@ def model_fingerprint(
             "kv_format": KV_FORMAT,
             "dtype": dtype,
             "kv_cache_dtype": dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-            "revision": revision,
+            "engine": {name: value for name, value in (engine_args or {}).items() if name not in NEUTRAL},
             "config": _config(folder / "config.json"),
             "tokenizer": _digests(path for name in TOKENIZER_FILES if (path := folder / name).is_file()),
             "weights": _digests(_weight_files(folder)),
-            "lora": None
-            if lora is None
-            else [_config(Path(lora) / "adapter_config.json"), _digests(_weight_files(Path(lora)))],
         }
     except OSError as error:
         raise ConfigError(
             f"The model in {folder} cannot be read: {error.strerror or error}.",
             fix="Name the folder of a complete Hugging Face checkpoint.",
         ) from error
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def _config(path: Path) -> dict[str, object]:

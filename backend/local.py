@@ -101,6 +101,7 @@ class LocalEngine:
                 arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
         arguments |= with_own_config(engine_args or {}, arguments)
         self._mode = mode
+        self._engine_args = dict(engine_args or {})
         self._counters: Counter[str] = Counter()
         self._ids = itertools.count()
         self._closed = False
@@ -137,7 +138,10 @@ class LocalEngine:
             ) from error
         model = config.model_config
         fingerprint = model_fingerprint(
-            model.model, dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype=config.cache_config.cache_dtype
+            model.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_cache_dtype=config.cache_config.cache_dtype,
+            engine_args=self._engine_args,
         )
         if config.kv_transfer_config is not None:
             extra = config.kv_transfer_config.kv_connector_extra_config
@@ -306,7 +310,7 @@ def with_own_config(engine_args: Mapping[str, Any], arguments: Mapping[str, Any]
     """A user's arguments, whose `additional_config` keeps what LazyRAG has put into its own."""
     if "additional_config" not in engine_args:
         return dict(engine_args)
-    merged = {**engine_args["additional_config"], **arguments.get("additional_config", {})}
+    merged = {**(engine_args["additional_config"] or {}), **arguments.get("additional_config", {})}
     return {**engine_args, "additional_config": merged}
 
 

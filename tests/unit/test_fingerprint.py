@@ -22,7 +22,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def fingerprint(model: Path, **changes: str) -> str:
+def fingerprint(model: Path, **changes: object) -> str:
     return model_fingerprint(model, **{"dtype": "bfloat16", **changes})
 
 
@@ -76,18 +76,21 @@ def test_what_kv_depends_on_changes_it(model: Path, change) -> None:
 
 
 def test_how_the_model_is_run_changes_it(model: Path) -> None:
-    adapter = model / "adapter"
-    adapter.mkdir()
-    edit_target = adapter / "adapter_config.json"
-    edit_target.write_text('{"r": 8}')
-    (adapter / "adapter_model.safetensors").write_bytes(b"a")
-    ways = [{}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, {"revision": "main"}, {"lora": adapter}]
-    prints = [fingerprint(model, **way) for way in ways]
-    edit(edit_target, r=16)
-    prints.append(fingerprint(model, lora=adapter))
-    (adapter / "adapter_model.safetensors").write_bytes(b"b")
-    prints.append(fingerprint(model, lora=adapter))
-    assert len(set(prints)) == len(prints)
+    engine_args: list[dict[str, object]] = [
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0}}},
+        {"hf_overrides": {"rms_norm_eps": 0.1}},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
+        {"quantization": "fp8"},
+        {"what_a_later_vllm_adds": 1},
+    ]
+    ways = [{}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, *({"engine_args": given} for given in engine_args)]
+    assert len({fingerprint(model, **way) for way in ways}) == len(ways)
+
+
+def test_how_much_runs_at_once_leaves_it(model: Path) -> None:
+    given = {"max_num_seqs": 3, "enforce_eager": False, "block_size": 16, "tensor_parallel_size": 2}
+    assert fingerprint(model, engine_args=given) == fingerprint(model)
 
 
 def test_what_kv_does_not_depend_on_leaves_it(model: Path) -> None:

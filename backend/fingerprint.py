@@ -8,8 +8,8 @@ KV computed under one fingerprint means nothing under another. It covers
   - the tokenizer's vocabulary and merges (not its chat template, which reaches the KV through the token ids only);
   - the dtypes of model and KV cache;
   - every engine setting that is not known to leave K and V alone (`NEUTRAL`): an override of the model's configuration,
-    another way to load or quantise the weights, and whatever a later vLLM adds. Too much costs a computation, too little
-    a wrong answer;
+    another way to load or quantise the weights, whatever a later vLLM adds. Too much costs a computation, too little a
+    wrong answer;
   - `KV_FORMAT`: how this package stores KV.
 It does not cover block size or device: KV is stored by token.
 """

@@ -119,9 +119,10 @@ class Setup:
         shifts, used = [0], []
         for number, documents in enumerate(workload.documents):
             starts = [sum(-(-n // page) for n in documents[:i]) for i in range(len(documents) + 1)]
-            segments = [(first, n, 0) for first, n in zip(starts, documents, strict=False)]
+            lines = range(len(shifts), len(shifts) + len(documents))
+            segments = [(first, n, 0, line) for first, n, line in zip(starts, documents, lines, strict=False)]
             context = Context.of(segments, starts[-1])
-            self.rows.append(Row(workload.queries, workload.suffix, context, len(shifts)))
+            self.rows.append(Row(workload.queries, workload.suffix, context))
             shifts += [1 + 17 * s + number for s in range(len(documents))]
             used.append(starts[-1] + -(-workload.suffix // page))
         self.contexts = [sum(documents) + workload.suffix for documents in workload.documents]
@@ -204,9 +205,10 @@ class Setup:
         def keys(first: int, tokens: int) -> tuple[Tensor, Tensor]:
             return reference.gather(cache, table[first : first + -(-tokens // page)], tokens)
 
-        columns = zip(row.context.first_page.tolist(), row.context.num_tokens.tolist(), strict=True)
-        runs = [reference.KeyRun(*keys(*at), self.shifts[row.line + s]) for s, at in enumerate(columns)]
-        k, v = keys(row.context.suffix_page, row.suffix)
+        context = row.context
+        columns = zip(context.first_page.tolist(), context.num_tokens.tolist(), context.line.tolist(), strict=True)
+        runs = [reference.KeyRun(*keys(first, tokens), self.shifts[line]) for first, tokens, line in columns]
+        k, v = keys(context.suffix_page, row.suffix)
         # A few queries tell: the oracle's scores of all of them would not fit.
         last = self.query[-row.queries :][-8:]
         freq = self.rope.inv_freq.to(last.device)

@@ -65,19 +65,21 @@ class Context:
         first_page: [S] column of the block table where each segment starts.
         num_tokens: [S] valid tokens.
         visible_from: [S] index of the first suffix token that sees the segment; ascending.
+        line: [S] turn line of each segment.
         suffix_page: column where the suffix starts.
     """
 
     first_page: np.ndarray
     num_tokens: np.ndarray
     visible_from: np.ndarray
+    line: np.ndarray
     suffix_page: int
 
     @classmethod
-    def of(cls, segments: Sequence[tuple[int, int, int]], suffix_page: int) -> Context:
-        """From (first page, tokens, visible from) of each segment."""
-        columns = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-        return cls(columns[0], columns[1], columns[2], suffix_page)
+    def of(cls, segments: Sequence[tuple[int, int, int, int]], suffix_page: int) -> Context:
+        """From (first page, tokens, visible from, turn line) of each segment."""
+        columns = np.array(segments, dtype=np.int64).reshape(-1, 4).T
+        return cls(columns[0], columns[1], columns[2], columns[3], suffix_page)
 
 
 NOTHING = Context.of([], 0)
@@ -92,13 +94,11 @@ class Row:
         queries: tokens computed in this step, the last ones of the suffix; at least 1.
         suffix: tokens of the suffix, the step's queries included.
         context: what it reuses.
-        line: turn line of its first segment; the others follow.
     """
 
     queries: int
     suffix: int
     context: Context = NOTHING
-    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +211,8 @@ def make_plan(rows: Sequence[Row], tiling: Tiling, slots: int, capacity: Capacit
     tile, block_q = tiling.tile, tiling.block_q
     contexts = [row.context for row in rows]
     # per request, [B]
-    numbers = [(r.queries, r.suffix, r.line, len(r.context.num_tokens), r.context.suffix_page) for r in rows]
-    queries, suffix, line, num_segments, suffix_page = np.array(numbers, dtype=np.int64).T
+    numbers = [(r.queries, r.suffix, len(r.context.num_tokens), r.context.suffix_page) for r in rows]
+    queries, suffix, num_segments, suffix_page = np.array(numbers, dtype=np.int64).T
     first_query = _before(queries)
     first_segment = _before(num_segments)
 
@@ -230,7 +230,8 @@ def make_plan(rows: Sequence[Row], tiling: Tiling, slots: int, capacity: Capacit
     runs[~is_suffix, 2] = np.concatenate([c.num_tokens for c in contexts])
     run_tiles = -(-runs[:, 2] // tile)
     runs[:, 3] = _before(run_tiles)
-    runs[:, 4] = np.where(is_suffix, 0, line[request] + segment)
+    runs[is_suffix, 4] = 0
+    runs[~is_suffix, 4] = np.concatenate([c.line for c in contexts])
     runs[:, 5] = np.where(is_suffix, SUFFIX.value, segment)
     first_tile = np.append(runs[:, 3], runs[-1, 3] + run_tiles[-1])
 

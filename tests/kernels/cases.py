@@ -246,9 +246,11 @@ def plan_rows(case: Case):
 
     rows, shifts = [], [0]
     for r, request in enumerate(case.requests):
-        segments = [(columns(case, r, s)[0], n, seen) for s, (n, _, seen) in enumerate(request.segments)]
+        segments = [
+            (columns(case, r, s)[0], n, seen, len(shifts) + s) for s, (n, _, seen) in enumerate(request.segments)
+        ]
         context = Context.of(segments, columns(case, r, len(segments))[0])
-        rows.append(Row(request.queries, request.suffix, context, len(shifts)))
+        rows.append(Row(request.queries, request.suffix, context))
         shifts += [shift for _, shift, _ in request.segments]
     return rows, shifts
 

@@ -26,9 +26,10 @@ from lazyrag.kernels.plan import (
 from lazyrag.kernels.rope import Rope
 
 
-def context(lengths: list[int], visible_from: list[int], page: int) -> Context:
+def context(lengths: list[int], visible_from: list[int], page: int, line: int = 1) -> Context:
     first = np.cumsum([0, *(-(-n // page) for n in lengths)])
-    segments = [(int(first[s]), n, seen) for s, (n, seen) in enumerate(zip(lengths, visible_from, strict=True))]
+    columns = zip(first.tolist(), lengths, visible_from, range(line, line + len(lengths)), strict=False)
+    segments = list(columns)
     return Context.of(segments, int(first[-1]))
 
 
@@ -43,7 +44,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Row], Tiling, int]:
         queries = draw(st.integers(1, 150))
         suffix = queries + draw(st.integers(0, 200))
         visible_from = sorted(draw(st.lists(st.integers(0, suffix - 1), min_size=len(lengths), max_size=len(lengths))))
-        rows.append(Row(queries, suffix, context(lengths, visible_from, page), line))
+        rows.append(Row(queries, suffix, context(lengths, visible_from, page, line)))
         line += len(lengths)
     return rows, tiling, draw(st.integers(1, 66))
 
@@ -138,7 +139,7 @@ def test_a_plan_fits_the_capacity_it_was_made_for(step: tuple[list[Row], Tiling,
 
 
 def test_one_long_request_fills_the_gpu() -> None:
-    row = Row(1, 64, context([2048] * 10, [0] * 10, 16), 1)
+    row = Row(1, 64, context([2048] * 10, [0] * 10, 16, 1))
     plan = make_plan([row], Tiling(4, 64, 128, 16), slots=16)
     lengths = plan.work[:, 3] - plan.work[:, 2]
     assert lengths.max() <= -(-plan.size.tiles // 16) + 1
@@ -147,7 +148,7 @@ def test_one_long_request_fills_the_gpu() -> None:
 
 def test_a_batch_of_uneven_requests_keeps_every_processor_busy() -> None:
     """Without slices the longest request would take ten times as long as the average one."""
-    rows = [Row(1, 64, context([512] * n, [0] * n, 16), 1) for n in (1, 1, 1, 1, 1, 1, 1, 40)]
+    rows = [Row(1, 64, context([512] * n, [0] * n, 16, 1)) for n in (1, 1, 1, 1, 1, 1, 1, 40)]
     plan = make_plan(rows, Tiling(4, 64, 128, 16), slots=16)
     lengths = plan.work[:, 3] - plan.work[:, 2]
     assert lengths.max() <= 2.5 * lengths.sum() / 16
@@ -159,7 +160,7 @@ def test_many_query_tiles_are_not_cut() -> None:
 
 
 def test_a_million_tokens_fit_the_tables() -> None:
-    row = Row(1, 70_000, context([1_000_000, 131_073], [0, 5], 16), 1)
+    row = Row(1, 70_000, context([1_000_000, 131_073], [0, 5], 16, 1))
     plan = make_plan([row], Tiling(8, 64, 64, 16), slots=16)
     assert plan.size.tiles == -(-70_000 // 64) + 15_625 + 2_049
     assert plan.runs.max() == SUFFIX.value
@@ -186,7 +187,7 @@ def test_line_0_turns_nothing_and_a_line_turns_back() -> None:
 
 
 def loaded(fixed: bool) -> None:
-    rows = [Row(2, 70, context([1, 100, 33], [0, 1, 68], 16), 1), Row(3, 3), Row(1, 9, context([40], [0], 16), 4)]
+    rows = [Row(2, 70, context([1, 100, 33], [0, 1, 68], 16, 1)), Row(3, 3), Row(1, 9, context([40], [0], 16, 4))]
     tiling = Tiling(4, 16, 32, 16)
     table = torch.full((3, 20), 2**30, dtype=torch.int32)
     for r, pages in enumerate((1 + 7 + 3 + 5, 1, 3 + 1)):

@@ -62,7 +62,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="The settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
-StoreOption = Annotated[Path | None, typer.Option("--store", help="Folder of the store.")]
+# Text, not a Path: an empty one would be the current folder, and is a mistake.
+StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model folder or name. [the store's]")]
 ModeOption = Annotated[str | None, typer.Option("--mode", help="exact, lazy or lazy-prefix. [lazy]")]
 PreambleOption = Annotated[

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import MISSING, fields, replace
 from hashlib import blake2b
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -413,8 +414,9 @@ class LazyRAG:
         if plan.added or plan.changed:
             return True
         known = plan.store.settings()
-        kept = self.config.kv_dir is not None and next(_kv_files(self.config.kv_dir), None) is not None
-        fingerprint = known.get("kv", "") if kept and known.get("kv_of") == self._kv_identity() else ""
+        fingerprint = known.get("kv", "") if known.get("kv_of") == self._kv_identity() else ""
+        if not self._is_kv_kept(plan.store, fingerprint):
+            fingerprint = ""  # under which nothing is noted
         return plan.store.num_unwarmed(fingerprint, plan.namespace) > 0
 
     def _kv_identity(self) -> str:
@@ -432,9 +434,23 @@ class LazyRAG:
         model = self.info.fingerprint
         prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
         fingerprint = f"{model}-{prefix}"
-        if next(_kv_files(folder), None) is None:  # somebody has deleted it
+        if not self._is_kv_kept(store, fingerprint):
             store.forget_warm(fingerprint)
         return fingerprint
+
+    def _is_kv_kept(self, store: Store, fingerprint: str) -> bool:
+        """Whether the store's notes of warm chunks can be believed: for at least half of them there is a file.
+
+        Not for each: a file may have been found damaged, and a chunk that begins another one has none if it was warmed
+        while that one was resident. With a disk budget, under which files come and go, one file is enough.
+        """
+        folder = self.config.kv_dir
+        if folder is None:
+            return False
+        needed = (store.num_warm(fingerprint) + 1) // 2
+        if self.config.kv_disk_bytes is not None:
+            needed = min(needed, 1)
+        return sum(1 for _ in islice(_kv_files(folder), needed)) == needed
 
     def search(self, query: str, k: int = 4) -> list[Hit]:
         """The k stored chunks nearest to a query, each with the place it came from.
@@ -543,7 +559,9 @@ def unset(config: Config) -> frozenset[str]:
 
 
 def _kv_files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*.safetensors") if path.is_file())
+    from lazyrag.backend.tiers.disk import FOLDERS
+
+    return folder.glob(f"{FOLDERS}/*.safetensors")
 
 
 def _answer(plan: PromptPlan, result: Delta | Exception) -> Answer:

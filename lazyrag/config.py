@@ -169,6 +169,10 @@ class Config:
         for name, known in (("mode", MODES), ("log_level", LOG_LEVELS)):
             if getattr(self, name) not in known:
                 raise self._cannot_be(name, f"it must be one of {', '.join(known)}.")
+        try:
+            self.namespace.encode()
+        except UnicodeEncodeError:
+            raise self._cannot_be("namespace", "it holds a lone surrogate, which is not Unicode.") from None
         if self.mode == "lazy-prefix" and not self.preamble:
             raise self._cannot_be(
                 "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to lazy."
@@ -278,8 +282,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     _check_names(values, str(path))
     for name in ("store", "model", "embedder"):
         # A bare name may be a model's; what begins with "." or "~" can only be a path.
-        if isinstance(values.get(name), str) and (name == "store" or values[name].startswith((".", "~"))):
-            values[name] = str(path.parent / Path(values[name]).expanduser())
+        value = values.get(name)
+        if isinstance(value, str) and (value if name == "store" else value.startswith((".", "~"))):
+            values[name] = str(path.parent / Path(value).expanduser())
     return values
 
 
@@ -323,7 +328,7 @@ def _flag(value: Any) -> bool:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike)) or not value:  # an empty one would be the current folder
         raise ValueError
     return Path(value).expanduser()
 
@@ -352,7 +357,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("a whole number", _whole),
     "float": ("a number", _number),
     "bool": ("true or false", _flag),
-    "Path": ("a path", _path),
+    "Path": ("a path, and not an empty one", _path),
     "Bytes": ('a number of bytes, such as 1073741824 or "1GiB"', _bytes),
     "Mapping[str, Any]": ("a table of names and values", _table),
 }

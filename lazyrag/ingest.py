@@ -1,10 +1,10 @@
 """Documents -> store. First a plan that can be shown, then a run that can be stopped at any moment and started again.
 
-    parse -> split -> embed -> store (one transaction a document) -> delete -> index -> warm
+    parse -> split -> embed -> store (one transaction a document) -> delete -> embed what has no vector -> index -> warm
 
 Nothing is remembered of an interrupted run, because nothing needs to be: what is in the store is whole, so the next
-plan finds it unchanged, and chunks whose KV is not known to be kept are warmed. A changed document replaces its old
-version in one step; chunks that it keeps are neither embedded nor warmed again.
+plan finds it unchanged, and chunks that have no vector, or whose KV is not known to be kept, are embedded and warmed. A
+changed document replaces its old version in one step; chunks that it keeps are neither embedded nor warmed again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from math import isfinite
 from os import PathLike
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,15 +147,24 @@ def plan(
         paths: see `lazyrag.loaders.scan`.
         splitter: how they are split.
         embedder: makes them searchable; None: they are not.
-        documents: from elsewhere than files. They are never missing.
+        documents: from elsewhere than files. They are never missing. One with fields that cannot be is a failure.
         namespace: whose they are.
         max_bytes: see `lazyrag.loaders.scan`.
 
     Raises:
+        InputError: a path or a document where a list is meant, or a path that is empty or none.
         StoreError: the store was made with another tokenizer or embedder.
     """
+    if isinstance(documents, (Document, str, bytes, Mapping)):
+        raise InputError("One document was given where a list of documents is meant.", fix="Pass a list: [document].")
     found = scan(paths, max_bytes=max_bytes)
-    found.sources += map(_source, documents)
+    for number, document in enumerate(documents, 1):
+        if why := _unfit(document):
+            id = getattr(document, "id", "")
+            name = id if isinstance(id, str) and id and _is_unicode(id) else f"document {number}"
+            found.failed.append(Failure(name, InputError(f"{name} cannot be ingested:", why=why)))
+        else:
+            found.sources.append(_source(document))
     recipe = _recipe(splitter, embedder)
     known = {stored.id: (stored.sha256, stored.recipe) for stored in store.documents(namespace)}
     new, changed, unchanged = _compare(found, known, recipe)
@@ -188,13 +198,57 @@ def run(
         warm: has the KV computed of every chunk of the namespace that is not known to be warm. None: the first prompt
             that holds a chunk pays for it.
         fingerprint: names the place where `warm` leaves the KV: model, KV format, and (mode `lazy-prefix`) preamble.
-            What was warmed is then noted, and not warmed again. None: the KV does not outlive the process.
+            What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
+            the process.
 
     Raises:
         StoreError: the store was made with another tokenizer or embedder, or fails.
         EngineDeadError: the engine stopped while warming.
     """
     yield from _Run(plan).events(sync, warm, fingerprint)
+
+
+def _unfit(document: object) -> str:
+    """Why this cannot be ingested; empty if it can."""
+    if not isinstance(document, Document):
+        return f"it is a {type(document).__name__}, not a Document."
+    given: Any = document  # whose fields may be anything
+    texts = {"id": given.id, "text": given.text, "source": given.source}
+    texts |= {"title": given.title} if given.title is not None else {}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            return f"its {name} is a {type(value).__name__}, not a str."
+    if not given.id:
+        return "its id is empty."
+    if not isinstance(given.metadata, Mapping):
+        return f"its metadata is a {type(given.metadata).__name__}, not a mapping."
+    if not all(isinstance(name, str) and _is_scalar(value) for name, value in given.metadata.items()):
+        return "its metadata holds a name that is no str, or a value that is no str, bool, finite number or None."
+    if not all(map(_is_unicode, (*texts.values(), *given.metadata, *given.metadata.values()))):
+        return "one of its texts holds a lone surrogate, which is not Unicode."
+    if not _are_pages(given.pages):
+        return "its pages are no ascending whole numbers that begin with 0."
+    return ""
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= 64  # longer ones are no numbers to most readers of JSON
+    return value is None or isinstance(value, str) or (isinstance(value, float) and isfinite(value))
+
+
+def _is_unicode(value: object) -> bool:
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _are_pages(pages: object) -> bool:
+    if not isinstance(pages, Sequence) or not all(type(start) is int for start in pages):
+        return False
+    return list(pages) == sorted(pages) and list(pages[:1]) in ([], [0])
 
 
 def _source(document: Document) -> Source:
@@ -257,6 +311,7 @@ class _Run:
         if sync:
             yield from self._delete()
         if plan.embedder is not None:
+            yield from self._complete(plan.embedder)
             yield self._index()
         if warm is not None:
             yield from self._warm(warm, fingerprint)
@@ -287,8 +342,13 @@ class _Run:
         yield from self._put(group, len(sources))
 
     def _put(self, group: Sequence[_Ready], total: int) -> Iterator[Progress]:
+        texts = {encoded.chunk.id: encoded.chunk.text for ready in group for encoded in ready.chunks}
         vectors: dict[ChunkId, NDArray[np.float32]] = {}
-        yield from self._embed(group, vectors)
+        if self._plan.embedder is not None:
+            # Those that are stored, too: a document of this group, or another process, may drop the chunk before the
+            # document that needs it is stored.
+            vectors = self._store.vectors_of(texts, self._plan.namespace)
+            yield from self._embed(self._plan.embedder, texts, vectors)
         new = {source.id for source in self._plan.added}
         for ready in group:
             source = ready.source
@@ -312,20 +372,27 @@ class _Run:
             self._stored += 1
             yield self._progress(STORE, self._stored, total)
 
-    def _embed(self, group: Sequence[_Ready], vectors: dict[ChunkId, NDArray[np.float32]]) -> Iterator[Progress]:
-        """Fill `vectors` with those of the group's chunks that have none yet."""
-        if self._plan.embedder is None:
-            return
-        texts = {encoded.chunk.id: encoded.chunk.text for ready in group for encoded in ready.chunks}
-        missing = self._store.without_vector(texts, self._plan.namespace)
-        ids = [id for id in texts if id in missing]
+    def _embed(
+        self, embedder: Embedder, texts: Mapping[ChunkId, str], vectors: dict[ChunkId, NDArray[np.float32]]
+    ) -> Iterator[Progress]:
+        """Add to `vectors` those of the texts that are not in it."""
+        ids = [id for id in texts if id not in vectors]
         self._to_embed += len(ids)
         for start in range(0, len(ids), EMBED_BATCH):
             batch = ids[start : start + EMBED_BATCH]
-            made = self._plan.embedder.embed_documents([texts[id] for id in batch])
+            made = embedder.embed_documents([texts[id] for id in batch])
             vectors.update(zip(batch, made, strict=True))
             self._embedded += len(batch)
             yield self._progress(EMBED, self._embedded, self._to_embed)
+
+    def _complete(self, embedder: Embedder) -> Iterator[Progress]:
+        """Embed the namespace's chunks that have no vector: another process stored them without, or dropped it."""
+        bare = self._store.without_vector(self._plan.namespace)
+        for start in range(0, len(bare), _GROUP):
+            texts = self._store.get_texts(bare[start : start + _GROUP], self._plan.namespace)
+            vectors: dict[ChunkId, NDArray[np.float32]] = {}
+            yield from self._embed(embedder, texts, vectors)
+            self._store.put_vectors(vectors, self._plan.namespace)
 
     def _delete(self) -> Iterator[Progress]:
         for id in self._plan.missing:
@@ -357,7 +424,8 @@ class _Run:
                     yield self._failure(WARM, done, total, id, result)
                     continue
                 self._warmed += 1
-                unmarked.append(id)
+                if result.sources:  # else the engine took it for ordinary text, and keeps nothing
+                    unmarked.append(id)
                 if fingerprint and len(unmarked) == _MARK:
                     self._store.mark_warm(unmarked, fingerprint, namespace)
                     unmarked.clear()

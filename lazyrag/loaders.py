@@ -23,7 +23,7 @@ from html.parser import HTMLParser
 from io import BytesIO
 from typing import Any, TypeAlias, TypeVar
 
-from lazyrag.errors import LazyRAGError, LoadError
+from lazyrag.errors import InputError, LazyRAGError, LoadError
 from lazyrag.optional import need
 from lazyrag.registry import Registry
 from lazyrag.types import EMPTY, Document, Metadata, MetadataValue
@@ -102,10 +102,15 @@ def scan(paths: Iterable[str | os.PathLike[str]], *, max_bytes: int = MAX_BYTES)
             whatever its name; in a folder, hidden files and files of unknown type are passed over. Links are followed;
             a file that is reached twice counts once.
         max_bytes: a larger file (or record of a .jsonl file) is not read.
+
+    Raises:
+        InputError: one path where a list is meant, an empty path, or something else that is no path.
     """
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise InputError("One path was given where a list of paths is meant.", fix="Pass a list: [path].")
     scanner = _Scanner(max_bytes)
-    for path in paths:
-        scanner.add(os.fspath(path))
+    for path in [_path(path) for path in paths]:
+        scanner.add(path)
     scanner.follow_links()
     return scanner.found
 
@@ -220,6 +225,15 @@ class _Scanner:
         id = f"stdin:{digest[:16]}"
         load = partial(_document, id, lambda: data, _text)
         self.found.sources.append(Source(id, digest, len(data), None, load))
+
+
+def _path(path: object) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise InputError(f"A path is text or a Path, not {type(path).__name__}.")
+    if not text:
+        raise InputError("A path is empty.", fix="For the current folder, type a dot.")
+    return text
 
 
 def _name(path: str) -> str:

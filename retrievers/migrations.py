@@ -101,6 +101,14 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
         raise
 
 
+def is_empty(connection: sqlite3.Connection) -> bool:
+    """Whether the file holds nothing at all: it was never a store, or is none any more."""
+    return not (
+        connection.execute("PRAGMA user_version").fetchone()[0]
+        or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    )
+
+
 def _version(connection: sqlite3.Connection, newest: int) -> int:
     """The schema version of a store, 0 for an empty file.
 

@@ -8,7 +8,7 @@ A chunk row is a text; a span is a place where it stands. A chunk lives as long 
 belongs to a namespace; the same text in two namespaces is two chunks that know nothing of each other.
 
 Whatever else is kept on disk (the vector file, the anchor file, chunk KV) is a cache that can be made again from here.
-`generation` says whether such a cache is up to date.
+`generation` says whether such a cache stands for what is here now.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyrag.errors import InputError, StoreError
-from lazyrag.retrievers.migrations import migrate
+from lazyrag.retrievers.migrations import is_empty, migrate
 from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, chunk_id
 
 FILE_NAME = "store.sqlite3"
+_BEING_MADE_S = 1.0  # how long a file may be empty while another process makes a store of it
 _PAGE = 1024  # rows read at once by an iterator; no lock is held between two pages
 
 
@@ -95,8 +96,11 @@ class Store:
             timeout_s: how long to wait for another process that writes.
 
         Raises:
+            InputError: an empty path.
             StoreError: no store there, or it is locked, damaged, newer than this LazyRAG, or another program's.
         """
+        if not directory:
+            raise InputError("The store's folder is an empty path.", fix="For the current folder, type a dot.")
         directory = Path(directory)
         path = directory / FILE_NAME
         if not create and not path.is_file():
@@ -107,6 +111,8 @@ class Store:
             directory.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
             try:
+                if not create:
+                    _expect_contents(connection, path)
                 connection.execute("PRAGMA foreign_keys = ON")
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")  # a committed document survives a power cut
@@ -180,7 +186,11 @@ class Store:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
 
     def generation(self, namespace: str = "") -> int:
-        """Grows with every change of the namespace's documents, chunks or vectors."""
+        """Another random number after every change of the namespace's documents, chunks or vectors; 0 before the first.
+
+        So what was made from the store at one generation fits it at that generation and at no other, also when the
+        store was restored from a backup, after which counters and row keys repeat.
+        """
         with self._reading() as db:
             row = db.execute("SELECT generation FROM generations WHERE namespace = ?", (namespace,)).fetchone()
         return int(row[0]) if row else 0
@@ -210,14 +220,15 @@ class Store:
         Args:
             document: its text is not stored, its chunks are.
             chunks: in the order of the document.
-            vectors: [dim] float32 for each chunk that has none yet; an id that is not in `chunks` is ignored.
+            vectors: [dim] float32 for the chunks; one that has a vector keeps it, one that gets none is listed by
+                `without_vector`. An id that is not in `chunks` is ignored.
             sha256: see `StoredDocument`.
             recipe: see `StoredDocument`.
             mtime: see `StoredDocument`.
             namespace: whose document it is.
 
         Raises:
-            InputError: text that is not valid Unicode (a lone surrogate).
+            InputError: text that is not valid Unicode.
         """
         metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
         head = (document.source, document.title, metadata, sha256, recipe, mtime)
@@ -242,10 +253,9 @@ class Store:
                     (document_key, ordinal, key, chunk.start, chunk.end, chunk.page),
                 )
                 if vectors is not None and chunk.id in vectors:
-                    blob = np.ascontiguousarray(vectors[chunk.id], dtype="<f4").tobytes()
-                    db.execute("INSERT OR IGNORE INTO vectors VALUES (?, ?)", (key, blob))
+                    db.execute("INSERT OR IGNORE INTO vectors VALUES (?, ?)", (key, _floats(vectors[chunk.id])))
             removed = _drop_unused(db, old)
-            _grow(db, namespace)
+            _change(db, namespace)
         return Change(tuple(added), removed)
 
     def delete_document(self, id: str, namespace: str = "") -> Change:
@@ -257,7 +267,7 @@ class Store:
             old = _take_spans(db, row[0])
             db.execute("DELETE FROM documents WHERE key = ?", row)
             removed = _drop_unused(db, old)
-            _grow(db, namespace)
+            _change(db, namespace)
         return Change(removed=removed)
 
     def documents(self, namespace: str = "") -> Iterator[StoredDocument]:
@@ -315,12 +325,20 @@ class Store:
 
     # ------------------------------------------------------------ vectors
 
-    def without_vector(self, ids: Iterable[ChunkId], namespace: str = "") -> set[ChunkId]:
-        """Those of the ids for which the store holds no vector, whether it knows the chunk or not."""
-        ids = set(ids)
-        return ids - {
-            id for (id,) in self._select("SELECT id FROM vectors v JOIN chunks c ON v.chunk = c.key", ids, namespace)
-        }
+    def without_vector(self, namespace: str = "") -> list[ChunkId]:
+        """The ids of all chunks that have no vector, oldest first."""
+        with self._reading() as db:
+            rows = db.execute(f"SELECT id FROM chunks WHERE namespace = ? AND {_NO_VECTOR} ORDER BY key", (namespace,))
+            return [id for (id,) in rows]
+
+    def put_vectors(self, vectors: Mapping[ChunkId, NDArray[np.float32]], namespace: str = "") -> None:
+        """Give chunks that have no vector one, [dim] float32. Unknown ids are ignored."""
+        with self._writing() as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO vectors SELECT key, ? FROM chunks WHERE namespace = ? AND id = ?",
+                ((_floats(vector), namespace, id) for id, vector in vectors.items()),
+            )
+            _change(db, namespace)
 
     def vector_keys(self, namespace: str = "") -> NDArray[np.int64]:
         """The keys of all chunks that have a vector, ascending, [n]. A key is never given twice."""
@@ -397,12 +415,23 @@ class Store:
             yield id, _tokens(blob)
 
     def mark_warm(self, ids: Iterable[ChunkId], fingerprint: str, namespace: str = "") -> None:
-        """Note that engines with this fingerprint find the chunks' KV on disk. Unknown ids are ignored."""
+        """Note that the chunks' KV was left on disk for engines with this fingerprint. Unknown ids are ignored.
+
+        A note is no promise: files may be evicted or deleted, a save may have failed, and a chunk that was resident may
+        have had no file any more. Then the next prompt that holds the chunk computes it again. Fewer files than
+        `num_warm` show that notes are wrong (`forget_warm`).
+        """
         with self._writing() as db:
             db.execute(
                 f"INSERT OR IGNORE INTO warmed SELECT key, ? FROM chunks c WHERE namespace = ? AND {_AMONG}",
                 (fingerprint, namespace, _json(ids)),
             )
+
+    def num_warm(self, fingerprint: str) -> int:
+        """How many chunks are noted by `mark_warm`, in all namespaces."""
+        with self._reading() as db:
+            row = db.execute("SELECT count(*) FROM warmed WHERE fingerprint = ?", (fingerprint,)).fetchone()
+        return int(row[0])
 
     def forget_warm(self, fingerprint: str) -> None:
         """Take back every `mark_warm` of a fingerprint, in all namespaces: its KV was deleted."""
@@ -435,6 +464,10 @@ class Store:
                     problems.append(f"the text of chunk {key} is not the one it was stored with")
             unused = "SELECT count(*) FROM chunks WHERE key NOT IN (SELECT chunk FROM spans)"
             problems += [f"{n} chunks stand in no document" for (n,) in db.execute(unused) if n]
+            if db.execute("SELECT 1 FROM meta WHERE name = 'embedding'").fetchone():
+                bare = f"SELECT namespace, count(*) FROM chunks WHERE {_NO_VECTOR} GROUP BY namespace"
+                for namespace, n in db.execute(bare):
+                    problems.append(f"{n} chunks of namespace {namespace!r} have no vector: the next ingest makes them")
         return problems
 
     # ------------------------------------------------------------ access to the file
@@ -481,6 +514,8 @@ _AMONG = "c.id IN (SELECT value FROM json_each(?))"
 _PLACES = """SELECT c.id, c.text, c.num_tokens, d.id, d.source, s.start, s.end, s.page, d.title, d.metadata
     FROM documents d JOIN spans s ON s.document = d.key JOIN chunks c ON c.key = s.chunk"""
 
+_NO_VECTOR = "NOT EXISTS (SELECT 1 FROM vectors WHERE chunk = key)"
+
 _UNWARMED = """WHERE tokens IS NOT NULL
     AND NOT EXISTS (SELECT 1 FROM warmed WHERE chunk = key AND fingerprint = ?) AND namespace = ? AND key > ?"""
 
@@ -496,6 +531,10 @@ def _chunk(row: tuple[Any, ...]) -> Chunk:
 
 def _tokens(blob: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(blob, dtype="<u4").tolist())
+
+
+def _floats(vector: NDArray[np.float32]) -> bytes:
+    return np.ascontiguousarray(vector, dtype="<f4").tobytes()
 
 
 def _put_chunk(db: sqlite3.Connection, namespace: str, encoded: EncodedChunk) -> tuple[int, bool]:
@@ -520,11 +559,9 @@ def _take_spans(db: sqlite3.Connection, document: int) -> set[int]:
     return keys
 
 
-def _grow(db: sqlite3.Connection, namespace: str) -> None:
-    """Start the next generation of the namespace's contents."""
-    db.execute(
-        "INSERT INTO generations VALUES (?, 1) ON CONFLICT DO UPDATE SET generation = generation + 1", (namespace,)
-    )
+def _change(db: sqlite3.Connection, namespace: str) -> None:
+    """Start another generation of the namespace's contents."""
+    db.execute("INSERT OR REPLACE INTO generations VALUES (?, ?)", (namespace, secrets.randbits(63)))
 
 
 def _drop_unused(db: sqlite3.Connection, keys: Iterable[int]) -> tuple[ChunkId, ...]:
@@ -537,15 +574,25 @@ def _drop_unused(db: sqlite3.Connection, keys: Iterable[int]) -> tuple[ChunkId, 
     return tuple(id for (id,) in rows)
 
 
+def _expect_contents(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse an empty file that stays empty."""
+    deadline = time.monotonic() + _BEING_MADE_S
+    while is_empty(connection):
+        if time.monotonic() > deadline:
+            raise _damaged(path, "it is empty.")
+        time.sleep(0.01)
+
+
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
     """Say in the user's terms what SQLite says in its own."""
     try:
         yield
-    except UnicodeEncodeError:
-        # Without its cause: that one carries the text.
+    except UnicodeEncodeError as error:
+        error.object = ""  # it stays the new error's context, and shall not carry the text there
         raise InputError(
-            "A document cannot be stored:", why="its text or metadata holds a lone surrogate, which is not Unicode."
+            "The store cannot take a text:",
+            why="a document, an id or the namespace holds a lone surrogate, which is not Unicode.",
         ) from None
     except sqlite3.ProgrammingError:
         raise  # a mistake in the calling code, such as a store that is used after close

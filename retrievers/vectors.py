@@ -1,8 +1,9 @@
 """Nearest chunks of a vector: exact inner products in memory (FAISS), kept on disk as a cache of the store.
 
-The truth is the store's table of vectors, so the file needs no transaction with it: an index knows the generation of
-the store that it stands for, and `refresh` brings any older one up to date by comparing keys. A vector never changes
-under its key, and no key is given twice. A file that is missing, damaged or of another store is as good as none.
+The truth is the store's table of vectors, so the file needs no transaction with it: it names the generation of the
+store that it stands for, and at any other it is as good as none, as one that is damaged or of another store. In memory
+an index follows the store by comparing keys: a vector never changes under its key, and no key is given twice. A file
+must not: a store that was restored from a backup gives the keys since then once more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lazyrag.types import ChunkId
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _BATCH = 4096  # vectors read from the store at once
 
 
@@ -42,12 +43,13 @@ class VectorIndex:
     def __init__(self, store: Store, namespace: str = "") -> None:
         self._store = store
         self._namespace = namespace
-        name = blake2b(namespace.encode(), digest_size=8).hexdigest()
+        # A namespace that is not Unicode is the store's to refuse.
+        name = blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self.path = store.directory / "vectors" / f"{name}.faiss"
         self._lock = threading.Lock()  # FAISS allows no search while vectors are added
         self._index: Any = None  # faiss.IndexIDMap2 over IndexFlatIP once there is a vector
-        self._generation = -1
-        self._saved_generation = -1
+        self._generation: int | None = None
+        self._saved_generation: int | None = None
 
     def __len__(self) -> int:
         return 0 if self._index is None else int(self._index.ntotal)
@@ -63,11 +65,9 @@ class VectorIndex:
             generation = self._store.generation(self._namespace)
             if generation == self._generation:
                 return
-            if self._generation < 0:
-                self._load()
-            if generation != self._generation:
+            if self._generation is not None or not self._load(generation):
                 self._follow()
-                self._generation = generation
+            self._generation = generation
 
     def search(self, vector: NDArray[np.float32], k: int) -> list[tuple[ChunkId, float]]:
         """The k nearest chunks, as of the last `refresh`, nearest first; fewer if there are fewer.
@@ -112,23 +112,25 @@ class VectorIndex:
                 ) from error
             self._saved_generation = self._generation
 
-    def _load(self) -> None:
-        """Read the cache file if it is this store's and whole."""
+    def _load(self, generation: int) -> bool:
+        """Read the cache file if it is whole and of this store at this generation; whether it is."""
         try:
             head, _, body = self.path.read_bytes().partition(b"\n")
         except FileNotFoundError:
-            return
+            return False
         except OSError as error:
             logger.warning("The vector file %s cannot be read (%s); it is made again.", self.path, error.strerror)
-            return
+            return False
         known = _parse(head)
-        if any(known.get(name) != value for name, value in self._identity().items()) or known.get(
-            "checksum"
-        ) != _checksum(body):
+        is_ours = all(known.get(name) == value for name, value in self._identity().items())
+        if is_ours and known.get("generation") != generation:
+            return False
+        if not is_ours or known.get("checksum") != _checksum(body):
             logger.warning("The vector file %s is damaged or of another store; it is made again.", self.path)
-            return
+            return False
         self._index = faiss.deserialize_index(np.frombuffer(body, np.uint8))
-        self._generation = self._saved_generation = int(known["generation"])
+        self._saved_generation = generation
+        return True
 
     def _follow(self) -> None:
         """Remove what the store no longer holds, add what it holds now."""

@@ -21,6 +21,7 @@ from lazyrag.cli import app, size
 from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.ingest import Progress
+from lazyrag.retrievers.store import FILE_NAME
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -51,8 +52,10 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
     def start(config: Config, model: Path) -> FakeEngine:
         started.append(FakeEngine(model, mode=config.mode))
         if config.kv_dir is not None:  # what an engine leaves there tells the next ingest what need not be computed
-            config.kv_dir.mkdir(parents=True, exist_ok=True)
-            (config.kv_dir / "chunk.safetensors").touch()
+            folder = config.kv_dir / ("0" * 16) / ("0" * 16) / "00"
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(8):
+                (folder / f"{number}.safetensors").touch()
         return started[-1]
 
     monkeypatch.setattr(client, "start_engine", start)
@@ -118,6 +121,23 @@ def test_ingest_without_kv_starts_no_engine(run: Run, docs: Path, model: Path, e
     result = run("ingest", docs, "--store", "kb", "--model", model, "--kv", "none", "--json")
     assert json.loads(result.stdout)["warmed"] == 0
     assert engines == []
+
+
+@pytest.mark.parametrize(("paths", "folder"), [("", "kb"), ("docs", "")], ids=["no path", "no store"])
+def test_an_empty_path_is_never_the_working_folder(
+    run: Run, docs: Path, model: Path, tmp_path: Path, paths: str, folder: str
+) -> None:
+    result = run("ingest", paths, "--store", folder, "--model", model)
+    assert result.exit_code == 2
+    assert "empty" in result.stderr
+    assert not list(tmp_path.glob("*.sqlite3"))
+
+
+def test_an_emptied_store_is_damaged(run: Run, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch()
+    result = run("ls", "--store", tmp_path)
+    assert result.exit_code == 1
+    assert "damaged or no store" in result.stderr
 
 
 def test_a_bad_file_is_listed_and_the_rest_goes_on(run: Run, docs: Path, model: Path) -> None:

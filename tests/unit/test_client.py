@@ -138,11 +138,12 @@ def shelve(rag: LazyRAG, *texts: str, warm: bool = False, name: str = "doc") -> 
     return summary
 
 
-def leave_kv() -> None:
+def leave_kv(num_files: int = 1) -> None:
     """What a real engine would leave in the store's folder."""
-    folder = Path("kb/kv/x")
+    folder = Path("kb/kv", "0" * 16, "0" * 16, "00")
     folder.mkdir(parents=True)
-    (folder / "chunk.safetensors").write_bytes(b"12345")
+    for n in range(num_files):
+        (folder / f"{n}.safetensors").write_bytes(b"12345")
 
 
 def sources(rag: LazyRAG, prompt: str) -> tuple[str, ...]:
@@ -522,6 +523,31 @@ def test_ingest_warms_again_what_has_no_kv_any_more(connect: Connect) -> None:
     assert [shelve(rag, A, warm=True).warmed for _ in range(2)] == [1, 0]
     shutil.rmtree("kb/kv")
     assert shelve(rag, A, warm=True).warmed == 1
+
+
+@pytest.mark.parametrize(
+    ("num_files", "budget", "warmed"), [(3, None, 0), (2, None, 0), (1, None, 3), (1, 10**9, 0), (0, 10**9, 3)]
+)
+def test_notes_of_kv_are_believed_while_most_of_it_is_on_disk_or_a_budget_says_why_not(
+    connect: Connect, num_files: int, budget: int | None, warmed: int
+) -> None:
+    leave_kv(num_files)
+    Path("kb/kv/model.safetensors").write_bytes(b"somebody else's")
+    rag, engine = connect(store="kb", kv_disk_bytes=budget)
+    assert shelve(rag, A, B, C, warm=True).warmed == 3
+    assert rag.needs_warming(rag.plan_ingest()) == (warmed > 0)
+    assert shelve(rag, A, B, C, warm=True).warmed == warmed
+    assert len(engine.requests) == 3 + warmed
+
+
+def test_kv_that_is_resident_already_is_noted_as_kv_that_is_computed(connect: Connect) -> None:
+    """It came into the pool by a prompt, which left it on disk."""
+    rag, _ = connect(store="kb")
+    shelve(rag, A)
+    leave_kv()
+    assert sources(rag, prompt_of(A)) == (COMPUTED,)
+    assert [shelve(rag, A, warm=True).warmed for _ in range(2)] == [1, 0]
+    assert shelve(connect(store="kb")[0], A, warm=True).warmed == 0
 
 
 def test_another_preamble_is_other_kv(connect: Connect) -> None:

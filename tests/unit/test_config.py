@@ -85,6 +85,13 @@ def test_relative_paths_in_a_file_start_at_its_folder(tmp_path: Path) -> None:
     assert config.embedder == "some/name"
 
 
+def test_an_empty_store_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "lazyrag.toml").write_text('store = ""')
+    for given in ({"file": tmp_path / "lazyrag.toml"}, {"store": ""}):
+        with pytest.raises(ConfigError, match=r"store = '' .* must be a path, and not an empty one"):
+            Config.load(env={}, **given)
+
+
 def test_engine_args_come_as_a_table_as_json_or_as_a_mapping(tmp_path: Path) -> None:
     path = write(tmp_path, "[engine_args]\nmax_num_seqs = 4\n")
     for config in (
@@ -154,6 +161,8 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         ({"kv_cache_bytes": -5}, "1 or more"),
         ({"model": 5}, "text"),
         ({"store": 5}, "a path"),
+        ({"store": ""}, "not an empty one"),
+        ({"namespace": "tenant \ud800"}, "lone surrogate"),
         ({"chunk_size": True}, "a whole number"),
         ({"engine_args": {"dtype": "bfloat16"}}, "Set dtype instead"),
         ({"engine_args": {"kv_cache_memory_bytes": 1}}, "Set kv_cache_bytes instead"),

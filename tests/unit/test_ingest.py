@@ -2,6 +2,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -9,14 +10,14 @@ import textwrap
 import numpy as np
 import pytest
 
-from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, StoreError
+from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, InputError, StoreError
 from lazyrag.ingest import DELETE, EMBED, INDEX, PARSE, SPLIT, STAGES, STORE, WARM, Progress, Summary, plan, run
 from lazyrag.retrievers.embed import HashEmbedder
 from lazyrag.retrievers.search import Searcher
-from lazyrag.retrievers.store import Store
+from lazyrag.retrievers.store import FILE_NAME, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.splitter import Splitter
-from lazyrag.types import Document, Reuse, chunk_id
+from lazyrag.types import COMPUTED, DISK, HBM, Document, Reuse, chunk_id
 
 
 class CharacterTokenizer:
@@ -58,7 +59,7 @@ class Engine:
                 yield id, self.errors[text]
             else:
                 self.warmed.append(text)
-                yield id, Reuse(len(ids), 0)
+                yield id, Reuse(len(ids), 0, (COMPUTED,))
 
 
 @pytest.fixture
@@ -276,11 +277,66 @@ def test_a_bad_file_is_listed_and_the_rest_goes_on(store, docs):
 
 
 def test_a_document_that_cannot_be_stored_does_not_stop_the_others(store):
-    documents = [Document("a", "text a", "a\ud800"), Document("b", "text b", "b")]
-    events, summary = ingest(store, documents=documents)
+    metadata = {}
+    made = make_plan(store, documents=[Document("a", "text a", "a", metadata=metadata), Document("b", "text b", "b")])
+    metadata["changed since"] = "\ud800"
+    *events, summary = run(made)
     assert [failure.source for failure in summary.failed] == ["a"]
     assert [event.stage for event in events if event.failures] == [STORE]
     assert [stored.id for stored in store.documents()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"id": ""}, "id is empty"),
+        ({"id": 5}, "id is a int"),
+        ({"id": "\ud800"}, "lone surrogate"),
+        ({"text": None}, "text is a NoneType"),
+        ({"text": "half \ud800"}, "lone surrogate"),
+        ({"source": 5}, "source is a int"),
+        ({"title": 0}, "title is a int"),
+        ({"title": "\udfff"}, "lone surrogate"),
+        ({"metadata": None}, "metadata is a NoneType"),
+        ({"metadata": {5: "a"}}, "metadata holds"),
+        ({"metadata": {"a": [1]}}, "metadata holds"),
+        ({"metadata": {"a": float("nan")}}, "metadata holds"),
+        ({"metadata": {"a": 10**30}}, "metadata holds"),
+        ({"metadata": {"a": "\ud800"}}, "lone surrogate"),
+        ({"metadata": {"\ud800": "a"}}, "lone surrogate"),
+        ({"pages": None}, "pages are"),
+        ({"pages": (3, 5)}, "pages are"),
+        ({"pages": (0, 5, 4)}, "pages are"),
+        ({"pages": (0, 1.5)}, "pages are"),
+        ({"pages": "01"}, "pages are"),
+    ],
+    ids=ascii,
+)
+def test_a_document_with_fields_that_cannot_be_is_listed_and_the_rest_goes_on(store, changes, why):
+    bad = Document(**{"id": "bad", "text": "SECRET text", "source": "s", **changes})
+    summary = summary_of(store, documents=[bad, Document("good", "text", "s")])
+    (failure,) = summary.failed
+    assert failure.source == ("document 1" if "id" in changes else "bad")
+    assert why in str(failure.error)
+    assert "SECRET" not in str(failure.error)
+    assert [stored.id for stored in store.documents()] == ["good"]
+    assert store.last_run().summary["failed"] == [failure.source]
+    assert summary_of(store, documents=[Document("good", "text", "s")]).unchanged == 1
+
+
+def test_what_is_no_document_is_listed_and_every_value_that_can_be_is_taken(store):
+    metadata = {"": None, "b": True, "f": 1.5, "i": -(2**63), "s": "ü😀"}
+    good = Document("ü", "", "", metadata=metadata, pages=[0, 0, 7])
+    summary = summary_of(store, documents=["text", None, good])
+    assert [failure.source for failure in summary.failed] == ["document 1", "document 2"]
+    (stored,) = store.documents()
+    assert stored.metadata == metadata
+
+
+@pytest.mark.parametrize("documents", [Document("a", "text", "s"), "text", {"text": "a"}], ids=["one", "str", "dict"])
+def test_one_document_where_a_list_is_meant_is_refused(store, documents):
+    with pytest.raises(InputError, match=r"Pass a list: \[document\]"):
+        make_plan(store, documents=documents)
 
 
 def test_the_old_version_of_a_file_that_became_unreadable_stays(store, docs):
@@ -342,6 +398,55 @@ def test_a_vector_file_that_cannot_be_written_is_listed_and_searches_still_work(
     assert len(Searcher(store, HashEmbedder()).search("text")) == 1
 
 
+# ---------------------------------------------------------------- every chunk has a vector
+
+
+@pytest.mark.parametrize("orders", [("ab", "ab"), ("ab", "ba"), ("ba", "ab")], ids=str)
+def test_a_text_that_moves_between_documents_keeps_its_vector(store, orders):
+    before, after = ({"a": "moves", "b": "goes"}, {"a": "comes", "b": "moves"})
+    for order, texts in zip(orders, (before, after), strict=True):
+        events = []
+        for event in run(make_plan(store, documents=[Document(id, texts[id], id) for id in order])):
+            events.append(event)
+            assert store.check() == []  # also if it ended here
+    assert events[-1].embedded == 1
+    assert Searcher(store, HashEmbedder()).search("moves", 1)[0].chunk.document_id == "b"
+
+
+def test_two_ingests_at_once_leave_no_chunk_without_a_vector(docs, tmp_path):
+    """One adds a text that the other deletes, at each moment that there is between two steps."""
+    documents = [Document("new", "text", "s"), Document("other", "other text", "s")]
+    moment, is_over = 0, False
+    while not is_over:
+        docs(old="text")
+        with Store.open(tmp_path / f"store{moment}", create=True) as store:
+            ingest(store, docs.folder)
+            events = run(make_plan(store, documents=documents))
+            is_over = any(isinstance(event, Summary) for _, event in zip(range(moment), events, strict=False))
+            docs(old=None)
+            with Store.open(store.directory) as again:
+                assert summary_of(again, docs.folder, sync=True).deleted == 1
+            list(events)
+            assert store.check() == []
+            assert len(store.chunk_ids()) == 2
+            assert len(Searcher(store, HashEmbedder()).search("text")) == 2
+        moment += 1
+    assert moment > 6
+
+
+def test_an_ingest_of_unchanged_documents_makes_the_vectors_that_are_missing(store, docs):
+    ingest(store, docs(a="one", b="two"))
+    with sqlite3.connect(store.directory / FILE_NAME) as db:
+        db.execute("DELETE FROM vectors WHERE chunk = (SELECT key FROM chunks WHERE id = ?)", (chunk_id("two"),))
+    db.close()
+    assert len(store.check()) == 1
+    events, summary = ingest(store, docs.folder / "a.md")
+    assert summary == Summary(unchanged=1, embedded=1)
+    assert [event.stage for event in events] == [EMBED, INDEX]
+    assert store.check() == []
+    assert len(Searcher(store, HashEmbedder()).search("two")) == 2
+
+
 # ---------------------------------------------------------------- warming
 
 
@@ -371,6 +476,17 @@ def test_each_engine_has_its_own_warm_chunks_and_an_unnamed_one_has_none(store, 
         engine = Engine()
         ingest(store, docs.folder, warm=engine.warm, fingerprint=fingerprint)
         assert len(engine.warmed) == count
+
+
+@pytest.mark.parametrize(("sources", "again"), [((COMPUTED,), 0), ((DISK,), 0), ((HBM,), 0), ((), 1)], ids=str)
+def test_what_the_engine_holds_is_noted_and_what_it_took_for_ordinary_text_is_not(store, docs, sources, again):
+    def warm(chunks):
+        for id, ids in chunks:
+            yield id, Reuse(len(ids), 0, sources)
+
+    docs(a="text")
+    counts = [summary_of(store, docs.folder, warm=warm, fingerprint="f").warmed for _ in range(2)]
+    assert counts == [1, again]
 
 
 def test_chunks_that_were_stored_without_warming_are_warmed_when_it_is_asked_for(store, docs):
@@ -427,7 +543,7 @@ KILLED = textwrap.dedent(
         for id, ids in chunks:
             with open(sys.argv[3], "a") as log:
                 log.write(id + "\\n")
-            yield id, Reuse(len(ids), 0)
+            yield id, Reuse(len(ids), 0, ("computed",))
 
     store = Store.open(sys.argv[1], create=True)
     made = plan(store, [sys.argv[2]], splitter=SPLITTER, embedder=HashEmbedder())

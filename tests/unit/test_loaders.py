@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lazyrag.errors import LoadError, MissingExtraError
+from lazyrag.errors import InputError, LoadError, MissingExtraError
 from lazyrag.loaders import FORMATS as formats
 from lazyrag.loaders import Failure, Parsed, Scan, Unreadable, decode, load, reader, scan
 from lazyrag.types import Document
@@ -81,6 +82,23 @@ def test_a_path_that_does_not_exist_is_listed_and_the_rest_goes_on(folder):
     found = scan([root / "nothing", root / "a.md"])
     assert names(found) == ["a.md"]
     assert str(found.failed[0].error) == f"{root / 'nothing'} cannot be read: it does not exist."
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ("docs", "list of paths"),
+        (b"docs", "list of paths"),
+        (Path("docs"), "list of paths"),
+        ([""], "path is empty"),
+        (["docs", b"docs"], "not bytes"),
+        ([None], "not NoneType"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_paths_is_refused(paths, message):
+    with pytest.raises(InputError, match=message):
+        scan(paths)
 
 
 def test_relative_paths_and_the_home_folder_give_absolute_ids(folder, monkeypatch):

@@ -145,6 +145,7 @@ def test_a_write_that_fails_leaves_the_old_version(store):
     with pytest.raises(InputError, match="lone surrogate") as error:
         put(store, "a", "new text", "half \ud800 a pair")
     assert "pair" not in str(error.value)
+    assert error.value.__context__.object == ""
     assert contents(store) == before
     assert store.generation() == generation
     assert store.check() == []
@@ -172,6 +173,12 @@ def test_namespaces_know_nothing_of_each_other(store):
     assert store.ids_of(store.vector_keys(), "tenant") == {}
 
 
+def test_a_namespace_that_is_not_unicode_is_refused_by_reads_and_writes(store):
+    for use in (store.generation, store.stats, store.chunk_ids, lambda name: put(store, "a", "text", namespace=name)):
+        with pytest.raises(InputError, match="the namespace holds a lone surrogate"):
+            use("\ud800")
+
+
 def test_long_lists_are_read_a_page_at_a_time(store, monkeypatch):
     monkeypatch.setattr("lazyrag.retrievers.store._PAGE", 3)
     names = [f"{i:02}" for i in range(10)]
@@ -187,7 +194,7 @@ def test_long_lists_are_read_a_page_at_a_time(store, monkeypatch):
     assert len(seen) == len(set(seen)) == 11
 
 
-def test_the_generation_grows_with_every_change_of_the_namespace(store):
+def test_the_generation_is_another_after_every_change_of_the_namespace_and_only_then(store):
     generations = [store.generation()]
     put(store, "a", "one")
     generations.append(store.generation())
@@ -195,19 +202,51 @@ def test_the_generation_grows_with_every_change_of_the_namespace(store):
     generations.append(store.generation())
     store.delete_document("a")
     generations.append(store.generation())
-    assert generations == sorted(set(generations))
+    store.put_vectors({chunk_id("two"): np.ones(2, np.float32)})
+    generations.append(store.generation())
+    assert len(generations) == len(set(generations))
     put(store, "a", "elsewhere", namespace="tenant")
     store.mark_warm([chunk_id("elsewhere")], "engine", "tenant")
     assert store.generation() == generations[-1]
 
 
-def test_vectors_are_asked_for_only_where_they_are_missing(store):
+def test_a_store_that_repeats_its_history_from_a_backup_repeats_no_generation(tmp_path):
+    seen = []
+    with Store.open(tmp_path / "a", create=True) as store:
+        put(store, "a", "one")
+        seen.append(store.generation())
+    backup = (tmp_path / "a" / FILE_NAME).read_bytes()
+    for text in ("two", "three"):
+        (tmp_path / "a" / FILE_NAME).write_bytes(backup)
+        with Store.open(tmp_path / "a") as store:
+            put(store, "b", text)
+            seen.append(store.generation())
+    assert len(set(seen)) == 3
+
+
+def test_chunks_without_a_vector_are_listed_until_they_get_one_which_they_keep(store):
+    doc = document("a", "one", "two", "three")
+    one, two, three = (chunk_id(text) for text in ("one", "two", "three"))
+    store.put_document(doc, encoded(doc), vectors={one: np.ones(2, np.float32)})
+    put(store, "b", "one", namespace="tenant")
+    assert store.without_vector() == [two, three]
+    store.put_vectors({two: np.ones(2, np.float32), one: np.zeros(2, np.float32), "unknown": np.ones(2, np.float32)})
+    assert store.without_vector() == [three]
+    assert store.vectors_of([one])[one].tolist() == [1, 1]
+    store.put_document(doc, encoded(doc), vectors={three: np.ones(2, np.float32)})
+    assert store.without_vector() == store.without_vector("tenant") == store.check() == []
+
+
+def test_the_check_counts_chunks_without_a_vector_if_the_store_has_an_embedder(store):
     doc = document("a", "one", "two")
-    store.put_document(doc, encoded(doc), vectors={chunk_id("one"): np.ones(2, np.float32)})
-    ids = [chunk_id(text) for text in ("one", "two", "three")]
-    assert store.without_vector(ids) == {chunk_id("two"), chunk_id("three")}
-    store.put_document(doc, encoded(doc), vectors={chunk_id("two"): np.ones(2, np.float32)})
-    assert store.without_vector(ids[:2]) == set()
+    store.put_document(doc, encoded(doc), namespace="tenant")
+    store.require(tokenizer="t1")
+    assert store.check() == []
+    store.require(embedding="hash")
+    (problem,) = store.check()
+    assert "2 chunks of namespace 'tenant' have no vector" in problem
+    store.put_vectors(vectors(doc), "tenant")
+    assert store.check() == []
 
 
 # ---------------------------------------------------------------- settings and journal
@@ -242,6 +281,9 @@ def test_warm_chunks_are_noted_for_each_engine(store):
     assert list(store.unwarmed("engine")) == [(two, (3,))]
     assert store.num_unwarmed("engine") == 1
     assert store.num_unwarmed("another") == 2
+    put(store, "a", "one", namespace="tenant")
+    store.mark_warm([one], "engine", "tenant")
+    assert (store.num_warm("engine"), store.num_warm("another")) == (2, 0)
     store.forget_warm("engine")
     assert store.num_unwarmed("engine") == 2
 
@@ -263,6 +305,38 @@ def test_there_must_be_a_store_unless_one_is_to_be_made(tmp_path):
     with pytest.raises(StoreError, match=r"no store in .*lazyrag ingest PATH --store"):
         Store.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_an_empty_path_is_not_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="empty path"):
+        Store.open("", create=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", "an empty database"], ids=str)
+def test_an_empty_file_is_damaged_and_never_taken_for_a_new_store(tmp_path, monkeypatch, content):
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"")
+    if content:
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.close()
+        assert path.stat().st_size
+    before = path.read_bytes()
+    monkeypatch.setattr("lazyrag.retrievers.store._BEING_MADE_S", 0.05)
+    with pytest.raises(StoreError, match=r"damaged or no store: it is empty\..*restore a backup"):
+        Store.open(tmp_path)
+    assert path.read_bytes() == before
+    Store.open(tmp_path, create=True).close()  # what is left of a process that was killed while it made the store
+    Store.open(tmp_path).close()
+
+
+def test_a_store_that_another_process_is_making_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / FILE_NAME).write_bytes(b"")
+    monkeypatch.setattr("time.sleep", lambda seconds: Store.open(tmp_path, create=True).close())
+    with Store.open(tmp_path) as store:
+        assert store.id
 
 
 def test_a_file_of_version_1_is_brought_up_to_date_with_its_contents(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lazyrag.errors import StoreError
-from lazyrag.retrievers.store import Store
+from lazyrag.retrievers.store import FILE_NAME, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.types import Chunk, Document, EncodedChunk, chunk_id
 
@@ -31,6 +31,15 @@ def nearest(index, text, k=10):
 def fresh(store, namespace=""):
     index = VectorIndex(store, namespace)
     index.refresh()
+    return index
+
+
+def rebuilt(store):
+    """The index as it is without a file."""
+    path = VectorIndex(store).path
+    kept = path.rename(path.with_suffix(".kept"))
+    index = fresh(store)
+    kept.rename(path)
     return index
 
 
@@ -107,14 +116,38 @@ def test_a_saved_index_is_read_instead_of_made_again(store, loads):
     assert loads == []
 
 
-def test_a_file_of_an_older_generation_is_only_brought_up_to_date(store, loads):
+def test_an_index_in_memory_reads_only_what_is_new(store, loads):
+    put(store, "a", "one", "two")
+    index = fresh(store)
+    put(store, "a", "two", "three")
+    loads.clear()
+    index.refresh()
+    assert len(loads) == 1
+    assert sorted(nearest(index, "one")) == sorted([chunk_id("two"), chunk_id("three")])
+
+
+def test_a_file_of_another_generation_is_not_used(store, caplog):
     put(store, "a", "one", "two")
     fresh(store).save()
     put(store, "a", "two", "three")
-    loads.clear()
-    again = fresh(store)
-    assert len(loads) == 1
-    assert sorted(nearest(again, "one")) == sorted([chunk_id("two"), chunk_id("three")])
+    assert same(fresh(store), rebuilt(store))
+    assert caplog.text == ""  # nothing is wrong with it
+
+
+def test_a_store_restored_from_a_backup_never_meets_the_vectors_of_what_came_after_it(tmp_path):
+    with Store.open(tmp_path, create=True) as store:
+        put(store, "a", "one")
+    backup = (tmp_path / FILE_NAME).read_bytes()
+    for version in ("two", "three"):
+        # The keys and the number of writes are the same each time, and the vector file is that of the time before.
+        (tmp_path / FILE_NAME).write_bytes(backup)
+        with Store.open(tmp_path) as store:
+            assert nearest(fresh(store), version) == [chunk_id("one")]
+            put(store, "b", version)
+            index = fresh(store)
+            index.save()
+            assert same(index, rebuilt(store))
+            assert nearest(index, version, 1) == [chunk_id(version)]
 
 
 def test_an_index_that_is_up_to_date_is_not_written_again(store):
@@ -135,7 +168,7 @@ def test_every_damage_is_noticed_and_the_index_is_made_again(store, caplog):
     whole = index.path.read_bytes()
     body = whole.index(b"\n") + 1
     damaged = [whole[:n] for n in (0, 1, body - 1, body, body + 1, len(whole) - 1)] + [whole + b"x", b"[]\n", b"\n\n"]
-    for place in (0, body // 2, body, body + 20, len(whole) - 1):
+    for place in (0, whole.index(store.id.encode()), whole.index(b'"checksum"'), body, body + 20, len(whole) - 1):
         damaged.append(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     for content in damaged:
         index.path.write_bytes(content)
@@ -170,7 +203,7 @@ def test_the_file_holds_no_pickle_and_says_what_it_is(store):
     index = fresh(store)
     index.save()
     head = json.loads(index.path.read_bytes().partition(b"\n")[0])
-    assert head["format"] == 1
+    assert head["format"] == 2
     assert head["store"] == store.id
     assert head["generation"] == store.generation()
 

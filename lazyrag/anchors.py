@@ -44,8 +44,16 @@ COUNT_BITS = 20
 """Windows are counted in this many buckets (as a power of two): enough to tell boilerplate from text."""
 MAX_SHARED = 64
 """An anchor that more chunks than this share does not say which of them was cut."""
-MAX_PROPOSALS = 1 << 20
-"""Bounds the work for a text made to match everywhere; what lies beyond stays literal."""
+MAX_PROPOSALS = 1 << 17
+"""Bounds the work for a text made to match everywhere; what lies beyond stays literal (`Candidates.known`)."""
+MAX_WHOLE = 4096
+"""Proposals of whole chunks; in a text of many windows, as many more as there is room for."""
+MAX_CUT = 1024
+"""Proposals of cut chunks."""
+MAX_PLACES = 256
+"""Places of one chunk at which it is proposed although they overlap, where there are more than `MAX_WHOLE` in all."""
+MAX_CHARS = 1 << 23
+"""Characters of all proposed chunks together, which the caller is going to compare."""
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -64,12 +72,15 @@ class Candidates(NamedTuple):
         end: where it would end; for a chunk that is cut, where it would end if it were not.
         whole: whether the hash of the whole text agreed; if not, only the anchor did.
         chunk_ids: the chunk.
+        known: where the text is that of a chunk, disjoint and ascending: every place whose whole hash agrees, proposed
+            or not, and all that may be a chunk where there was too much to look at.
     """
 
     start: I64
     end: I64
     whole: Bools
     chunk_ids: list[ChunkId]
+    known: list[tuple[int, int]]
 
 
 class AnchorIndex:
@@ -173,30 +184,47 @@ class AnchorIndex:
     # ---------------------------------------------------------------- finding
 
     def candidates(self, text: str) -> Candidates:
-        """What may occur in a text, in no particular order. Time is linear in the text's length."""
+        """What may occur in a text, in no particular order.
+
+        Time is linear in the text's length. Of a chunk that matches at very many places, for the text repeats itself,
+        those are proposed that are disjoint.
+        """
         runs, filter = self._runs, self._filter
-        found: list[tuple[I64, I64, Bools, npt.NDArray[np.uint8]]] = []
-        if runs and len(text) >= MIN_CHARS:
-            sums = self._hashes.prefix_sums(text)
-            windows = self._hashes.windows(sums)
-            at = _minimizers(windows)
-            hashes = windows[at]
-            passed = filter.may_hold(hashes)
-            at, hashes = at[passed], hashes[passed]
-            for run in runs:
-                hit, row, crowded = run.hits(hashes)
-                entries = run.entries[row]
-                start = at[hit] - entries["offset"]
-                end = start + entries["length"]
-                inside = (start >= 0) & (end <= len(text))
-                whole = inside.copy()
-                whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == entries["whole"][inside]
-                keep = (start >= 0) & (whole | ~crowded)
-                found.append((start[keep], end[keep], whole[keep], entries["id"][keep]))
-        if not found:
-            return Candidates(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), [])
-        starts, ends, wholes, ids = (np.concatenate(column) for column in zip(*found, strict=True))
-        return Candidates(starts, ends, wholes, [row.tobytes().hex() for row in ids])
+        if not runs or len(text) < MIN_CHARS:
+            return Candidates(*_NO_RANGES, np.zeros(0, bool), [], [])
+        sums = self._hashes.prefix_sums(text)
+        windows = self._hashes.windows(sums)
+        at = _minimizers(windows)
+        hashes = windows[at]
+        passed = filter.may_hold(hashes)
+        at, hashes = at[passed], hashes[passed]
+        known = [_NO_RANGES]
+        found = []
+        for run, hits in zip(runs, _hits(runs, hashes), strict=True):
+            entries = run.entries[hits.row]
+            start = at[hits.hit] - entries["offset"]
+            end = start + entries["length"]
+            inside = (start >= 0) & (end <= len(text))
+            whole = inside.copy()
+            whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == entries["whole"][inside]
+            keep = (start >= 0) & (whole | ~hits.crowded)
+            found.append((start[keep], end[keep], whole[keep], entries["id"][keep], hits.cost[keep]))
+            known.append((start[whole], end[whole]))
+            if len(hits.left_out):
+                place, longest = at[hits.left_out], int(run.entries["length"].max())
+                known.append((np.maximum(place - longest, 0), np.minimum(place + longest, len(text))))
+        starts, ends, wholes, ids, cost = (np.concatenate(column) for column in zip(*found, strict=True))
+        kept = _chosen(starts, ends, wholes, ids, np.argsort(cost, kind="stable"), num_chars=len(text))
+        passed_over = ~wholes
+        passed_over[kept] = False
+        known.append((starts[passed_over], np.minimum(ends[passed_over], len(text))))
+        return Candidates(
+            starts[kept],
+            ends[kept],
+            wholes[kept],
+            [row.tobytes().hex() for row in ids[kept]],
+            _union(*(np.concatenate(column) for column in zip(*known, strict=True))),
+        )
 
     # ---------------------------------------------------------------- files
 
@@ -280,17 +308,90 @@ class _Run:
         rows = self.rows[place]
         return np.where((self.keys[place] == keys) & self.alive[rows], rows, -1)
 
-    def hits(self, hashes: U64) -> tuple[I64, I64, Bools]:
-        """Every (index into `hashes`, row) whose anchors agree, and whether too many share that anchor."""
-        first = np.searchsorted(self.anchors, hashes, side="left")
-        number = np.searchsorted(self.anchors, hashes, side="right") - first
-        hit = np.repeat(np.arange(len(hashes)), np.where(np.cumsum(number) <= MAX_PROPOSALS, number, 0))
-        number = number[hit]
+
+class _Hits(NamedTuple):
+    """Where the anchors of a run agree with a text's hashes.
+
+    Attributes:
+        hit, row: index into the hashes, and row of the run, of each pair.
+        crowded: whether too many chunks share that anchor.
+        cost: how many pairs there are with that anchor.
+        left_out: indices into the hashes whose pairs were too many.
+    """
+
+    hit: I64
+    row: I64
+    crowded: Bools
+    cost: I64
+    left_out: I64
+
+
+def _hits(runs: Sequence[_Run], hashes: U64) -> Iterator[_Hits]:
+    """The hits of each run, at most `MAX_PROPOSALS` of all; anchors with the most pairs are left out."""
+    first = [np.searchsorted(run.anchors, hashes, side="left") for run in runs]
+    number = [np.searchsorted(run.anchors, hashes, side="right") - left for run, left in zip(runs, first, strict=True)]
+    places = [np.flatnonzero(n) for n in number]
+    pairs = np.concatenate([n[at] for n, at in zip(number, places, strict=True)])
+    _, anchor, repeats = np.unique(
+        np.concatenate([hashes[at] for at in places]), return_inverse=True, return_counts=True
+    )
+    costs = pairs * repeats[anchor]
+    cheapest = np.argsort(costs, kind="stable")
+    fits = np.zeros(len(pairs), bool)
+    fits[cheapest] = np.cumsum(pairs[cheapest]) <= MAX_PROPOSALS
+    done = 0
+    for run, left, n, at in zip(runs, first, number, places, strict=True):
+        fit, cost = fits[done : done + len(at)], costs[done : done + len(at)]
+        done += len(at)
+        kept = at[fit]
+        hit = np.repeat(kept, n[kept])
         # Counts up inside each group of equal `hit`.
-        within = np.arange(len(hit)) - np.searchsorted(hit, hit, side="left")
-        row = first[hit] + within
-        living = self.alive[row]
-        return hit[living], row[living], number[living] > MAX_SHARED
+        within = np.arange(len(hit)) - np.repeat(np.cumsum(n[kept]) - n[kept], n[kept])
+        row = left[hit] + within
+        living = run.alive[row]
+        yield _Hits(
+            hit[living],
+            row[living],
+            n[hit][living] > MAX_SHARED,
+            np.repeat(cost[fit], n[kept])[living],
+            at[~fit],
+        )
+
+
+def _chosen(
+    starts: I64, ends: I64, wholes: Bools, ids: npt.NDArray[np.uint8], order: I64, *, num_chars: int
+) -> list[int]:
+    """Which proposals to make, within the limits of this module; `order` is by worth, and by place for each chunk."""
+    chars_left, cut_left = MAX_CHARS, MAX_CUT
+    whole_left = MAX_WHOLE + num_chars // WINDOW
+    max_places = MAX_PLACES if len(order) > MAX_WHOLE else len(order)
+    places: dict[tuple[int, bool], tuple[int, int]] = {}
+    kept: list[int] = []
+    columns = (starts, ends, wholes, _first_half(ids))
+    for i, start, end, whole, chunk in zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True):
+        number, free_from = places.get((chunk, whole), (0, 0))
+        if (number >= max_places and start < free_from) or end - start > chars_left:
+            continue
+        if whole_left == 0 if whole else cut_left == 0:
+            continue
+        places[chunk, whole] = number + 1, end
+        whole_left -= whole
+        cut_left -= not whole
+        chars_left -= end - start
+        kept.append(i)
+    return kept
+
+
+_NO_RANGES = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+
+def _union(start: I64, end: I64) -> list[tuple[int, int]]:
+    """The union of ranges, as disjoint ones, ascending."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    apart = np.flatnonzero(start[1:] > end[:-1])
+    first, last = np.append(0, apart + 1)[: len(start)], np.append(apart, len(end) - 1)[: len(end)]
+    return list(zip(start[first].tolist(), end[last].tolist(), strict=True))
 
 
 class _Filter:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from lazyrag.anchors import AnchorIndex
+from lazyrag.anchors import MAX_PLACES, AnchorIndex
 from lazyrag.types import ChunkId, Occurrence, canonical, chunk_id
 
 TextsOf: TypeAlias = Callable[[Sequence[ChunkId]], Mapping[ChunkId, str]]
@@ -26,6 +26,19 @@ CUT_LOSS = 64
 SHORTEST_HINT = 16
 """Characters; a shorter text is not worth a piece of its own."""
 MAX_SHORTER = 4
+
+
+class Found(NamedTuple):
+    """What a text holds.
+
+    Attributes:
+        occurrences: see `Segmenter.find`.
+        known: ranges of characters, in any order, that are a chunk's text, chosen as an occurrence or not: what
+            overlaps a better one, and what there was no time to compare (it may be a chunk's).
+    """
+
+    occurrences: list[Occurrence]
+    known: list[tuple[int, int]]
 
 
 class Segmenter:
@@ -47,6 +60,10 @@ class Segmenter:
             text: a prompt or a part of one.
             hints: texts that probably occur, registered or not.
         """
+        return self.search(text, hints).occurrences
+
+    def search(self, text: str, hints: Iterable[str] = ()) -> Found:
+        """As `find`, and with it all else of the text that is known to be chunks' text."""
         hinted = _by_id(hints)
         proposed = self.index.candidates(text)
         texts = {**self.texts(proposed.chunk_ids), **hinted}
@@ -62,7 +79,8 @@ class Segmenter:
                 whole.append(Occurrence(id, start, start + shown))
             elif shown > CUT_LOSS:
                 cut.append(Occurrence(id, start, start + shown, whole=False))
-        return _schedule([*whole, *_with_shorter(cut, whole)])
+        known = [*proposed.known, *((o.start, o.end) for o in chain(whole, cut))]
+        return Found(_schedule([*whole, *_with_shorter(cut, whole)]), known)
 
     def texts(self, ids: Iterable[ChunkId], hints: Iterable[str] = ()) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are registered or hinted at."""
@@ -77,20 +95,26 @@ def _by_id(hints: Iterable[str]) -> dict[ChunkId, str]:
 
 
 def _hinted_places(text: str, hinted: Mapping[ChunkId, str]) -> Iterator[tuple[ChunkId, int]]:
-    """Every place where a hinted text begins, whole or cut."""
+    """Where a hinted text begins, whole or cut."""
     for id, chunk in hinted.items():
-        head = chunk[: CUT_LOSS + 1]
-        start = text.find(head)
-        while start >= 0:
-            yield id, start
-            start = text.find(head, start + 1)
+        for part in {chunk, chunk[: CUT_LOSS + 1]}:
+            start, number = text.find(part), 1
+            while start >= 0:
+                yield id, start
+                start = text.find(part, start + (1 if number < MAX_PLACES else len(chunk)))
+                number += 1
 
 
 def _num_shared(text: str, start: int, chunk: str) -> int:
-    """How many characters `text`, from `start` on, and `chunk` have in common."""
+    """How many characters `text`, from `start` on, and `chunk` have in common; takes time in proportion to them."""
     if text.startswith(chunk, start):
         return len(chunk)
-    return bisect_left(range(1, len(chunk) + 1), True, key=lambda n: not text.startswith(chunk[:n], start))
+    least, most = 0, CUT_LOSS
+    while text.startswith(chunk[least:most], start + least):
+        least, most = most, 2 * most
+    return least + bisect_left(
+        range(1, most - least + 1), True, key=lambda n: not text.startswith(chunk[least : least + n], start + least)
+    )
 
 
 def _with_shorter(cut: Sequence[Occurrence], whole: Sequence[Occurrence]) -> Iterator[Occurrence]:

@@ -53,10 +53,52 @@ def test_texts_of_little_variety_are_found(text: str) -> None:
     assert (chunk_id(text), 5) in found(index_of(text), "start" + text + "end")
 
 
-def test_a_long_run_of_one_character_takes_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchors, "MAX_PROPOSALS", 1000)
-    index = index_of(*("-" * n for n in range(MIN_CHARS, MIN_CHARS + 100)))
-    assert len(index.candidates("-" * 20_000).chunk_ids) <= 1000
+@pytest.mark.parametrize("repeated", ["-", "abc", "0123456789 "])
+def test_a_text_that_repeats_itself_takes_bounded_work_and_hides_no_other_chunk(
+    repeated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anchors, "MAX_WHOLE", 100)
+    monkeypatch.setattr(anchors, "MAX_CUT", 50)
+    monkeypatch.setattr(anchors, "MAX_PLACES", 10)
+    text = words(random.Random(0), 30)
+    many = [repeated * (50 + n) + end for n in range(150) for end in ("", "x")]
+    prompt = repeated * 2000 + text + repeated * 2000
+    rows = index_of(*many, text).candidates(prompt)
+    assert (chunk_id(text), len(repeated) * 2000) in found(index_of(*many, text), prompt)
+    assert rows.whole.sum() <= 100 + len(prompt) // anchors.WINDOW
+    assert (~rows.whole).sum() <= 50
+    monkeypatch.setattr(anchors, "MAX_CHARS", 20_000)
+    rows = index_of(*many, text).candidates(prompt)
+    assert 0 < (rows.end - rows.start).sum() <= 20_000
+
+
+def test_a_chunk_that_overlaps_itself_is_found_where_it_stands_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "MAX_WHOLE", 100)
+    monkeypatch.setattr(anchors, "MAX_PLACES", 1)
+    chunk = "-" * 400
+    assert {start for _, start in found(index_of(chunk), "-" * 10_000)} == set(range(0, 10_000, 400))
+
+
+def test_what_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no document's text is taken for the application's, whatever documents are made for."""
+    chunks = ["-" * 300, "-" * 301, words(random.Random(0), 30)]
+    prompt = f"Go: {chunks[0]} and {chunks[2]}. Go on."
+    places = [(prompt.index(chunk), prompt.index(chunk) + len(chunk)) for chunk in chunks[::2]]
+    assert index_of(*chunks).candidates(prompt).known == places
+    monkeypatch.setattr(anchors, "MAX_PROPOSALS", 10)
+    rows = index_of(*chunks).candidates(prompt)
+    assert len(rows.chunk_ids) <= 10
+    assert chunk_id(chunks[2]) in rows.chunk_ids
+    assert all(any(start <= s and e <= end for start, end in rows.known) for s, e in places)
+
+
+def test_a_cut_chunk_that_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = words(random.Random(0), 60)
+    prompt = f"Go: {chunk[:200]}. Go on."
+    assert index_of(chunk).candidates(prompt).known == []
+    monkeypatch.setattr(anchors, "MAX_CUT", 0)
+    rows = index_of(chunk).candidates(prompt)
+    assert (rows.chunk_ids, rows.known) == ([], [(4, len(prompt))])
 
 
 def test_an_anchor_that_many_share_proposes_no_cut_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazyrag.anchors import MIN_CHARS
-from lazyrag.segmenter import CUT_LOSS, Segmenter, _schedule
+from lazyrag.segmenter import CUT_LOSS, Segmenter, _num_shared, _schedule
 from lazyrag.types import Occurrence, canonical, chunk_id
 
 MakeSegmenter = Callable[..., Segmenter]
@@ -143,6 +143,34 @@ def test_the_schedule_is_the_best_of_all(intervals: list[tuple[int, int, bool]])
 
 
 # ---------------------------------------------------------------- one promise at a time
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_chunks_made_to_match_everywhere_take_few_comparisons(
+    hinted: bool, make_segmenter: MakeSegmenter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(text: str, start: int, chunk: str) -> int:
+        calls.append(start)
+        return _num_shared(text, start, chunk)
+
+    monkeypatch.setattr("lazyrag.segmenter._num_shared", counted)
+    chunks = ["-" * (300 + n) + "x" * (n % 2) for n in range(20)]
+    ordinary = text_of(random.Random(0), 200)
+    text = "-" * 20_000 + ordinary + "-" * 20_000
+    segmenter = make_segmenter([] if hinted else [*chunks, ordinary])
+    occurrences = segmenter.find(text, hints=[*chunks, ordinary] if hinted else ())
+    check(make_segmenter([*chunks, ordinary]), text, occurrences)
+    assert Occurrence(chunk_id(ordinary), 20_000, 20_200) in occurrences
+    assert len(calls) < 12_000  # there are 800,000 places
+
+
+def test_what_lost_to_an_overlapping_chunk_is_known(make_segmenter: MakeSegmenter) -> None:
+    source = text_of(random.Random(0), 400)
+    found = make_segmenter([source[:250], source[150:]]).search(f"See {source}. Go on.")
+    assert len(found.occurrences) == 1
+    assert {place for start, end in found.known for place in range(start, end)} == set(range(4, 404))
 
 
 def test_chunks_at_the_start_at_the_end_and_side_by_side(make_segmenter: MakeSegmenter) -> None:

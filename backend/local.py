@@ -301,7 +301,7 @@ def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
         )
     return {
         "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
-        "worker_cls": f"{PLUGIN}.worker.LazyCPUWorker",
+        "worker_cls": f"{PLUGIN}.worker_cpu.LazyCPUWorker",
         "additional_config": {wire.REPORT: {"mode": mode, "debug": debug}},
     }
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -139,6 +139,11 @@ class Capacity:
     queries: int
     tiles: int
     slots: int
+
+    @property
+    def entries(self) -> int:
+        """Numbers in the tables that come from the host."""
+        return self.work * 6 + self.splits * 4 + self.queries + self.runs * 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,25 +332,57 @@ def _expand(runs, block_table, tiles, pages, table_stride, TILE: tl.constexpr, P
     tl.store(pages + at[:, None] * P + tl.arange(0, P)[None, :], page, mask=real[:, None])
 
 
-class _Staging:
-    """Host buffers used in turn: one is written again only after its copy to the device has ended."""
+class Staging:
+    """Host buffers used in turn: one is written again only after its copy to the device has ended.
 
-    def __init__(self, size: int, device: torch.device, depth: int = 3) -> None:
+    Args:
+        size: entries.
+        dtype: of an entry.
+        device: where they are copied to.
+        depth: buffers; a step waits for the copy of the step `depth` before.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, depth: int = 4) -> None:
         pinned = device.type == "cuda"
-        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
+        self._buffers = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(depth)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._copied = [torch.cuda.Event() for _ in range(depth)] if pinned else []
         self._next = 0
 
     def take(self) -> np.ndarray:
+        """The next buffer, to be filled and sent."""
         if self._copied:
             self._copied[self._next].synchronize()
-        return self._buffers[self._next].numpy()
+        return self._arrays[self._next]
 
     def send(self, target: Tensor) -> None:
+        """Copy the buffer's beginning to the device, behind all that was launched before. Does not wait."""
         target.copy_(self._buffers[self._next][: len(target)], non_blocking=True)
         if self._copied:
             self._copied[self._next].record()
         self._next = (self._next + 1) % len(self._buffers)
+
+
+class Arena:
+    """Memory for the tables of a step. Plans of several kernels and graphs may share one: a step uses one plan.
+
+    Args:
+        size: entries of work, splits, seen and runs together.
+        tiles: key tiles.
+        pages_per_tile: the most that a kernel has.
+    """
+
+    def __init__(self, size: int, tiles: int, pages_per_tile: int, device: torch.device) -> None:
+        # The kernels look ahead by one tile.
+        self.tiles = torch.zeros(tiles + 1, 4, dtype=torch.int32, device=device)
+        self.pages = torch.zeros((tiles + 1) * pages_per_tile, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(size, dtype=torch.int32, device=device)
+        self.staging = Staging(size, torch.int32, device)
+
+    @classmethod
+    def of(cls, tiling: Tiling, capacity: Capacity, device: torch.device) -> Arena:
+        """Just enough for plans of one kernel."""
+        return cls(capacity.entries, capacity.tiles, tiling.tile // tiling.page, device)
 
 
 class DevicePlan:
@@ -358,25 +395,39 @@ class DevicePlan:
 
     Args:
         tiling: of the plans that will be loaded.
-        capacity: lines that the buffers hold.
+        capacity: lines that the tables may have.
+        device: where they are; or
+        arena: memory for them, shared with other plans. Only the plan that was loaded last is valid.
         fixed: every launch covers the whole capacity, unused lines do nothing, and the tables never move: for CUDA
             graphs, where one captured launch must serve every later plan.
+        most_queries: of a query tile in a fixed plan; None: as many as fit.
     """
 
     work: Tensor
     splits: Tensor
     seen: Tensor
 
-    def __init__(self, tiling: Tiling, capacity: Capacity, device: torch.device, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        tiling: Tiling,
+        capacity: Capacity,
+        device: torch.device | None = None,
+        *,
+        arena: Arena | None = None,
+        fixed: bool = False,
+        most_queries: int | None = None,
+    ) -> None:
         self.tiling, self.capacity, self.fixed = tiling, capacity, fixed
-        # The kernels look ahead by one tile.
-        self.tiles = torch.zeros(capacity.tiles + 1, 4, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(capacity.tiles + 1, tiling.tile // tiling.page, dtype=torch.int32, device=device)
-        size = capacity.work * 6 + capacity.splits * 4 + capacity.queries + capacity.runs * 6
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staging = _Staging(size, device)
+        self._arena = arena or Arena.of(tiling, capacity, device or torch.device("cpu"))
+        per_tile = tiling.tile // tiling.page
+        if len(self._arena.tiles) <= capacity.tiles or len(self._arena.tables) < capacity.entries:
+            raise ValueError(f"the arena is too small for {capacity}")
+        self.tiles = self._arena.tiles
+        self.pages = self._arena.pages[: len(self.tiles) * per_tile].view(-1, per_tile)
         self._lay_out(capacity)
-        self.num_slots, self.most_rows = capacity.slots, tiling.block_q * tiling.group
+        self.num_slots = capacity.slots
+        self._most_queries = most_queries or tiling.block_q
+        self.most_rows = self._most_queries * tiling.group
 
     def load(self, plan: Plan, block_table: Tensor) -> None:
         """Take over a plan: one copy from the host, then the device kernel that lists the tiles. Does not wait.
@@ -388,13 +439,15 @@ class DevicePlan:
         Raises:
             ValueError: another tiling, or a plan beyond the capacity.
         """
-        if plan.tiling != self.tiling or not _fits(plan.size, self.capacity):
+        fits = _fits(plan.size, self.capacity) and (not self.fixed or plan.most_queries <= self._most_queries)
+        if plan.tiling != self.tiling or not fits:
             raise ValueError(f"a plan of {plan.tiling}, {plan.size} does not fit {self.tiling}, {self.capacity}")
         if not self.fixed:
             self.num_slots, self.most_rows = plan.size.slots, plan.most_queries * self.tiling.group
-        size = self.capacity if self.fixed else plan.size
+        # The graph does not read the runs: only those in use are copied.
+        size = replace(self.capacity, runs=plan.size.runs) if self.fixed else plan.size
         self._lay_out(size)
-        host = self._staging.take()
+        host = self._arena.staging.take()
         start = 0
         for table, lines in (
             (plan.work, size.work),
@@ -406,7 +459,7 @@ class DevicePlan:
             host[start:used] = table.ravel()
             host[used:end] = 0
             start = end
-        self._staging.send(self._buffer[:start])
+        self._arena.staging.send(self._arena.tables[:start])
         _expand[(len(plan.runs), triton.cdiv(plan.longest, _EXPAND_TILES * self.tiling.tile))](
             self._runs,
             block_table,
@@ -420,7 +473,7 @@ class DevicePlan:
         )
 
     def _lay_out(self, size: Capacity) -> None:
-        """Views of the one buffer."""
+        """Views of the one buffer; the runs are last, so that their number moves nothing else."""
         lengths = (size.work * 6, size.splits * 4, size.queries, size.runs * 6)
-        work, splits, self.seen, runs = self._buffer[: sum(lengths)].split(lengths)
+        work, splits, self.seen, runs = self._arena.tables[: size.entries].split(lengths)
         self.work, self.splits, self._runs = work.view(-1, 6), splits.view(-1, 4), runs.view(-1, 6)

@@ -1,23 +1,16 @@
 """The attention backend for vLLM's CPU platform: metadata -> kernels/sdpa.
 
-vLLM's CPU platform offers no choice of backend: it takes whatever is registered as CPU_ATTN, and only logs that it did
-not take another name. So `chosen` registers ours while a worker of ours builds its model, and takes it back: other
-engines of the process keep theirs. Afterwards every layer carries its backend itself.
-
 The cache tensor [num_blocks, H, block_size, 2 * D] has vLLM's shape but our content: a token's key and value side by
 side, unpacked. Stock CPU attention packs keys in an order that depends on the processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadata,
@@ -27,32 +20,14 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from lazyrag.backend.layout import Layout
 from lazyrag.backend.plugin.metadata import as_indices, make_rows
 from lazyrag.backend.plugin.positions import write_true_positions
-from lazyrag.backend.plugin.rotary import Seen
 from lazyrag.backend.plugin.rows import Rows
+from lazyrag.backend.plugin.worker import DryRuns
 from lazyrag.kernels import sdpa
 from lazyrag.kernels.rope import Rope
-
-
-@contextmanager
-def chosen() -> Iterator[None]:
-    """Attention layers that are built inside get `LazyCPUBackend`."""
-    slot = AttentionBackendEnum.CPU_ATTN
-    before = slot.get_path() if slot.is_overridden() else None
-    register_backend(slot, f"{LazyCPUBackend.__module__}.{LazyCPUBackend.__qualname__}")
-    # vLLM remembers its choice by the settings of the layer alone.
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        if before is None:
-            slot.clear_override()
-        else:
-            register_backend(slot, before)
-        selector._cached_get_attn_backend.cache_clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +66,8 @@ class LazyCPUMetadataBuilder(AttentionMetadataBuilder[LazyCPUMetadata]):
         return LazyCPUMetadata(plan)
 
 
-class LazyCPUImpl(AttentionImpl[LazyCPUMetadata]):
-    """One layer's attention.
-
-    Attributes:
-        reasons: why this layer cannot be computed here; the worker refuses the model if there are any.
-        on_dry_run: called with what the layer is given when the model runs without metadata; set by the worker while it
-            tries the model out.
-    """
+class LazyCPUImpl(DryRuns, AttentionImpl[LazyCPUMetadata]):
+    """One layer's attention."""
 
     def __init__(
         self,
@@ -127,15 +96,14 @@ class LazyCPUImpl(AttentionImpl[LazyCPUMetadata]):
             f"KV cache of type {kv_cache_dtype!r} (set kv_cache_dtype='auto')": kv_cache_dtype.startswith("fp8"),
         }
         self.reasons = tuple(what for what, present in unsupported.items() if present)
-        self.on_dry_run: Callable[[Seen], None] | None = None
-        self._bound: tuple[Rows, Rope] | None = None
+        self._bound: tuple[Rows[Layout], Rope] | None = None
 
-    def bind(self, rows: Rows, rope: Rope) -> None:
+    def bind(self, rows: Rows[Layout], rope: Rope) -> None:
         """Join the layer to its worker; called once, when the model is loaded."""
         self._bound = rows, rope
 
     @property
-    def bound(self) -> tuple[Rows, Rope]:
+    def bound(self) -> tuple[Rows[Layout], Rope]:
         """The worker's rows and the model's rotation."""
         assert self._bound is not None, "the layer was built outside LazyCPUWorker.load_model"
         return self._bound
@@ -166,8 +134,7 @@ class LazyCPUImpl(AttentionImpl[LazyCPUMetadata]):
             output_block_scale: likewise.
         """
         if attn_metadata is None:
-            if self.on_dry_run is not None:
-                self.on_dry_run(Seen(query.clone(), key.clone(), value.clone()))
+            self.show(query, key, value)
             return output.zero_()
         plan = attn_metadata.plan
         sdpa.store(key, value, kv_cache, plan)

@@ -7,9 +7,9 @@ vLLM also builds attention metadata for dummy runs, while the batch still names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lazyrag.backend import wire
 from lazyrag.backend.layout import LaidSegment, Layout
@@ -18,18 +18,25 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class Rows:
-    """The layouts of a worker's requests.
+T = TypeVar("T")
+
+
+class Rows(Generic[T]):
+    """The layouts of a worker's requests, each as what the worker makes of it.
 
     Args:
-        runner: the worker's model runner (vLLM's V1 runner).
+        request_ids: of the batch that the model runner has put together last, row by row.
         block_size: tokens a block.
+        prepare: makes what the worker needs of a layout, once for each request.
     """
 
-    def __init__(self, runner: Any, block_size: int) -> None:
-        self._runner = runner
+    def __init__(
+        self, request_ids: Callable[[], Sequence[str]], block_size: int, prepare: Callable[[Layout], T]
+    ) -> None:
+        self._request_ids = request_ids
         self._block_size = block_size
-        self._layouts: dict[str, Layout] = {}
+        self._prepare = prepare
+        self._layouts: dict[str, T] = {}
         self._scheduled: set[str] | None = None
 
     @contextmanager
@@ -41,14 +48,19 @@ class Rows:
             args = (new.sampling_params and new.sampling_params.extra_args) or {}
             self._layouts.pop(new.req_id, None)
             if wire.LAYOUT in args:
-                self._layouts[new.req_id] = self._read(args[wire.LAYOUT])
+                self._layouts[new.req_id] = self._prepare(self._read(args[wire.LAYOUT]))
         self._scheduled = self._layouts.keys() & scheduler_output.num_scheduled_tokens.keys()
         try:
             yield
         finally:
             self._scheduled = None
 
-    def of_batch(self, num_rows: int) -> Sequence[Layout | None]:
+    @property
+    def scheduled(self) -> Collection[T]:
+        """What was made of the layouts of this step's lazy requests."""
+        return [self._layouts[request_id] for request_id in self._scheduled or ()]
+
+    def of_batch(self, num_rows: int) -> Sequence[T | None]:
         """The layout of each row, None for ordinary requests.
 
         Raises:
@@ -57,7 +69,7 @@ class Rows:
         """
         if self._scheduled is None:
             return [None] * num_rows
-        ids = self._runner.input_batch.req_ids[:num_rows]
+        ids = self._request_ids()[:num_rows]
         if not self._scheduled.issubset(ids):
             missing = ", ".join(sorted(self._scheduled.difference(ids)))
             raise RuntimeError(f"The model runner's batch lacks requests that were scheduled with a layout: {missing}")

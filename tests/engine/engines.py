@@ -29,7 +29,7 @@ class Config:
     budget: int = 1024
     num_blocks: int = 200
     block_size: int = 16
-    worker: str = f"{PLUGIN}.worker.LazyCPUWorker"
+    worker: str = f"{PLUGIN}.worker_cpu.LazyCPUWorker"
 
     def __str__(self) -> str:
         return self.name

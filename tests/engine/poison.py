@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from lazyrag.backend import wire
-from lazyrag.backend.plugin.worker import LazyCPUWorker
+from lazyrag.backend.plugin.worker_cpu import LazyCPUWorker
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazyrag.backend.layout import Layout, Span, lay_out
-from lazyrag.backend.plugin.positions import true_positions, write_true_positions
+from lazyrag.backend.plugin.positions import TruePositions, write_true_positions
 
 BLOCK = 16
 
@@ -22,7 +22,7 @@ def layouts(draw) -> Layout:
 
 @given(layouts(), st.integers(0, 50), st.integers(1, 30))
 def test_every_suffix_token_stands_where_the_prompt_has_it(layout, first, num_tokens):
-    positions = true_positions(layout, layout.suffix_start + first, num_tokens)
+    positions = TruePositions(layout).of(layout.suffix_start + first, num_tokens)
     assert positions.tolist() == [layout.true_position(j) for j in range(first, first + num_tokens)]
 
 
@@ -39,4 +39,4 @@ def test_only_lazy_rows_are_overwritten_and_twice_is_as_once():
 def test_tokens_of_a_segment_are_never_computed_in_a_request_that_uses_it():
     layout, _ = lay_out(range(40), [Span(3, 20)], prefix_len=0, block_size=BLOCK, pad=0)
     with pytest.raises(RuntimeError, match=r"physical position 31 .* suffix starts at 32"):
-        true_positions(layout, 31, 5)
+        TruePositions(layout).of(31, 5)

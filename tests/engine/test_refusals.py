@@ -20,7 +20,7 @@ def start(folder, **arguments):
         "max_model_len": 256,
         "kv_cache_memory_bytes": 1 << 26,
         "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
-        "worker_cls": f"{PLUGIN}.worker.LazyCPUWorker",
+        "worker_cls": f"{PLUGIN}.worker_cpu.LazyCPUWorker",
         "additional_config": {"lazyrag": {"mode": "lazy"}},
     }
     return LLM(model=str(folder), **(settings | arguments))

@@ -27,7 +27,7 @@ def batch():
 
 @pytest.fixture
 def rows(batch):
-    return Rows(SimpleNamespace(input_batch=batch), 16)
+    return Rows(lambda: batch.req_ids, 16, lambda layout: layout)
 
 
 def test_rows_follow_the_order_of_the_batch(rows, batch):

@@ -133,3 +133,22 @@ def test_every_chunk_is_kept_once(store: Path) -> None:
 def test_doctor_finds_the_machine_and_the_store_fit(store: Path) -> None:
     rows = lazyrag("doctor", "--store", store, "--model", MODEL)
     assert {row["status"] for row in rows} <= {"ok", "warn"}
+
+
+def test_an_ingest_of_what_is_on_disk_starts_no_engine_and_one_of_what_is_lost_computes_it(
+    store: Path, documents: Path
+) -> None:
+    ingest = ["ingest", documents, "--store", store, "--model", MODEL]
+    files = list((store / "kv").rglob("*.safetensors"))
+    # An engine that started would sweep this away.
+    left_over = files[0].parent / f".{'0' * 8}-1-{'0' * 16}.tmp"
+    left_over.touch()
+    os.utime(left_over, (0, 0))
+    assert lazyrag(*ingest)["warmed"] == 0
+    assert left_over.exists()
+    for file in files[: len(files) // 2 + 1]:
+        file.unlink()
+    assert lazyrag(*ingest)["warmed"] == len(files)
+    assert not left_over.exists()
+    assert num_kept(store) == len(files)
+    assert lazyrag(*ingest)["warmed"] == 0

@@ -298,7 +298,7 @@ def _fits(size: Capacity, capacity: Capacity) -> bool:
     return all(getattr(size, f.name) <= getattr(capacity, f.name) for f in fields(Capacity))
 
 
-def turn_table(rope: Rope, shifts: Sequence[int]) -> Tensor:
+def turn_table(rope: Rope, shifts: Sequence[int] | Tensor) -> Tensor:
     """Lines of the table of rotations: float32 [S, R], cos | sin of shift * frequency, made in float64.
 
     A kernel turns a query back by `shift` with one. Line 0 of a kernel's table must be `turn_table(rope, [0])`.

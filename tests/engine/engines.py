@@ -58,21 +58,27 @@ class Engine:
             self.llm = LLM(
                 model=str(model),
                 skip_tokenizer_init=True,
-                dtype="float32",
-                enforce_eager=True,
                 block_size=config.block_size,
                 max_num_seqs=8,
-                max_model_len=1024,
                 max_num_batched_tokens=config.budget,
                 num_gpu_blocks_override=config.num_blocks,
-                kv_cache_memory_bytes=1 << 28,
                 enable_prefix_caching=True,
                 async_scheduling=config.is_async,
                 scheduler_cls=f"{PLUGIN}.scheduler.{scheduler}",
                 worker_cls=config.worker,
                 additional_config={"lazyrag": {"mode": config.mode, "debug": True}},
                 seed=0,
+                **self.device_arguments(),
             )
+
+    def device_arguments(self) -> dict[str, Any]:
+        """What depends on where the engine runs."""
+        return {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 1 << 28,
+        }
 
     @property
     def core(self) -> Any:
@@ -129,8 +135,11 @@ class Engine:
         if cached is not None:
             assert [r.num_cached_tokens for r in results] == list(cached)
         for prompt, result in zip(prompts, results, strict=True):
-            assert_agrees(self.oracle, prompt, result)
+            self.assert_agrees(prompt, result)
         return results
+
+    def assert_agrees(self, prompt: Prompt, result: Result) -> None:
+        assert_agrees(self.oracle, prompt, result)
 
     @property
     def made_children(self) -> int:
@@ -163,7 +172,7 @@ def assert_agrees(oracle: Oracle, prompt: Prompt, result: Result) -> None:
 @contextlib.contextmanager
 def async_scheduling_on_cpus() -> Iterator[None]:
     """The CPU platform switches asynchronous scheduling off without a word; this switches it on again behind it."""
-    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.cpu import CpuPlatform  # says nothing to engines of other platforms
 
     stock = CpuPlatform.check_and_update_config
 

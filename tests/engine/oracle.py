@@ -75,10 +75,10 @@ class Prompt:
 class Oracle:
     """Log-probabilities of a model at the positions of forced tokens."""
 
-    def __init__(self, model: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    def __init__(self, model: Path, device: str = "cpu") -> None:
+        self._device = torch.device(device)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        self._model = loaded.eval().to(self._device)
         self._config = self._model.config
         rotary = self._model.model.rotary_emb
         self._inv_freq = rotary.inv_freq.double()
@@ -86,7 +86,8 @@ class Oracle:
     def logprobs(self, prompt: Prompt, forced: Tokens) -> torch.Tensor:
         """[len(forced), vocabulary]: at each step, given the prompt and the forced tokens before."""
         movable = prompt.prefix or any(use is not None and use.offset for _, _, use in prompt.runs)
-        return (self.spliced if movable else self.one_pass)(prompt, forced)
+        with self._device:
+            return (self.spliced if movable else self.one_pass)(prompt, forced).cpu()
 
     @torch.no_grad()
     def one_pass(self, prompt: Prompt, forced: Tokens) -> torch.Tensor:

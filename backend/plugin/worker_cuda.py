@@ -1,0 +1,171 @@
+"""The worker for CUDA devices, on vLLM's V2 model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_worker import Worker
+
+from lazyrag.backend.plugin.attention_cuda import LazyCUDABackend, LazyImpl, Steps
+from lazyrag.backend.plugin.backends import chosen
+from lazyrag.backend.plugin.graphs import LazyGraphs
+from lazyrag.backend.plugin.plans import Bucket, Planner, Reused
+from lazyrag.backend.plugin.rows import Rows
+from lazyrag.backend.plugin.worker import LazyWorkerMixin
+from lazyrag.kernels import dispatch
+from lazyrag.kernels.rope import Rope
+
+
+class LazyCUDAWorker(LazyWorkerMixin, Worker):
+    """vLLM's GPU worker with attention over segments. Set by `worker_cls`."""
+
+    impl_class = LazyImpl
+    _rows: Rows[Reused]
+    _planner: Planner
+    _steps: Steps
+    """Set by `bind`."""
+    _request_ids: Sequence[str] = ()
+    """Row by row, of the batch that is being prepared."""
+    _graphs: LazyGraphs | None = None
+    """None until they are captured, and if there are none."""
+    _capturing = False
+
+    def attention_chosen(self) -> AbstractContextManager[None]:
+        """Ours is FlashAttention by name, shape of the cache, settings and checks."""
+        return chosen(AttentionBackendEnum.FLASH_ATTN, LazyCUDABackend)
+
+    def settings_refusals(self) -> list[str | None]:
+        """What the V2 model runner has, and this worker cannot do."""
+        return [
+            _runner(self.use_v2_model_runner),
+            _data_parallel(self.vllm_config.parallel_config.data_parallel_size),
+            _kv_dtype(self.vllm_config.cache_config.cache_dtype),
+        ]
+
+    def model_refusals(self, rope: Rope) -> list[str | None]:
+        """What no kernel can serve."""
+        shapes = {self._shape(layer, rope) for layer in self.layers().values()}
+        if len(shapes) > 1:
+            return ["The model's layers differ in their heads. Use a model in which all layers are alike."]
+        return [f"No kernel serves this model here: {reason}." for reason in self._refusals(shapes.pop())]
+
+    def bind(self, rope: Rope) -> None:
+        """Join attention layers, model runner and this worker."""
+        layers = list(self.layers().values())
+        self._planner = Planner(
+            rope,
+            self._shape(layers[0], rope),
+            self.device,
+            max_num_rows=self.scheduler_config.max_num_seqs,
+            max_num_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_model_len=self.model_config.max_model_len,
+        )
+        block_size = self.vllm_config.cache_config.block_size
+        self._rows = Rows(lambda: self._request_ids, block_size, self._planner.describe)
+        self._steps = Steps(self._rows, self._planner)
+        for layer in layers:
+            layer.impl.steps = self._steps
+        runner = self.model_runner
+        self._stock_prepare = runner.model_state.prepare_attn
+        self._stock_capture = runner.capture_model
+        runner.model_state.prepare_attn = self._prepare_attn
+        runner.capture_model = self._capture_model
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step, in one of our graphs if it has lazy rows and a graph serves it."""
+        runner = self.model_runner
+        with self._rows.step(scheduler_output):
+            reused = self._rows.scheduled
+            if not reused or self._graphs is None:
+                return super().execute_model(scheduler_output)
+            stock, runner.cudagraph_manager = runner.cudagraph_manager, self._graphs
+            num_rows, num_tokens = len(scheduler_output.num_scheduled_tokens), _num_tokens(scheduler_output)
+            self._graphs.is_open = self._planner.fits_graphs(num_rows, num_tokens, reused)
+            try:
+                return super().execute_model(scheduler_output)
+            finally:
+                runner.cudagraph_manager = stock
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile what a first request would wait for, capture graphs, and warm up."""
+        layer = next(iter(self.layers().values()))
+        shape = (1, layer.impl.num_heads, layer.impl.head_size)
+        query, output = (torch.zeros(shape, dtype=self.model_config.dtype, device=self.device) for _ in range(2))
+        self._planner.compile(query, layer.kv_cache, output)
+        return super().compile_or_warm_up_model()
+
+    def _prepare_attn(self, batch: Any, mode: Any, *args: Any, for_capture: bool = False, **kwargs: Any) -> Any:
+        """In place of the model state's: makes known which rows the batch has, and which graph will run."""
+        self._request_ids = batch.req_ids
+        bucket = Bucket(batch.num_tokens_after_padding, batch.num_reqs_after_padding)
+        ours = self._graphs is not None and self.model_runner.cudagraph_manager is self._graphs
+        if self._capturing:
+            self._planner.add_graph(bucket)
+        in_graph = self._capturing if for_capture else ours and mode == CUDAGraphMode.FULL
+        with self._steps.in_graph(bucket if in_graph else None):
+            return self._stock_prepare(batch, mode, *args, for_capture=for_capture, **kwargs)
+
+    def _capture_model(self) -> int:
+        """In place of the runner's: captures its graphs, then ours."""
+        runner = self.model_runner
+        used = int(self._stock_capture())
+        graphs = LazyGraphs(runner.cudagraph_manager)
+        if not runner.cudagraph_manager.needs_capture() or not graphs.needs_capture():
+            return used
+        stock, runner.cudagraph_manager, self._capturing = runner.cudagraph_manager, graphs, True
+        try:
+            used += int(self._stock_capture())
+        finally:
+            runner.cudagraph_manager, self._capturing = stock, False
+        self._graphs = graphs
+        return used
+
+    def _shape(self, layer: Any, rope: Rope) -> dispatch.Shape:
+        impl, dtype = layer.impl, self.model_config.dtype
+        return dispatch.Shape(
+            impl.num_heads,
+            impl.num_kv_heads,
+            impl.head_size,
+            self.vllm_config.cache_config.block_size,
+            dtype,
+            dtype,
+            rope.rotary_dim,
+            rope.neox,
+        )
+
+    def _refusals(self, shape: dispatch.Shape) -> list[str]:
+        return dispatch.refusals(shape, dispatch.Gpu.of(self.device))
+
+
+def _num_tokens(scheduler_output: Any) -> int:
+    """Of all rows of a step, physically, with those that it computes."""
+    cached = scheduler_output.scheduled_cached_reqs.num_computed_tokens
+    new = (request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
+    return sum(cached) + sum(new) + int(scheduler_output.total_num_scheduled_tokens)
+
+
+# ---------------------------------------------------------------- checks (see checks.py)
+
+
+def _runner(is_v2: bool) -> str | None:
+    if is_v2:
+        return None
+    return "vLLM's V1 model runner is not supported on GPUs yet. Set VLLM_USE_V2_MODEL_RUNNER=1."
+
+
+def _data_parallel(size: int) -> str | None:
+    if size == 1:
+        return None
+    return "Data parallelism was never tested with LazyRAG. Set data_parallel_size=1 and start several engines."
+
+
+def _kv_dtype(dtype: str) -> str | None:
+    if dtype in ("auto", "bfloat16", "float16"):
+        return None
+    return f"A KV cache of type {dtype!r} is not supported yet. Set kv_cache_dtype='auto'."

@@ -1,0 +1,254 @@
+"""The plugin in vLLM on a GPU against fp32 oracles: eager, in graphs, synchronous and asynchronous, on a tight pool.
+
+The model's weights are fp16 numbers, and the oracle computes with the same ones in fp32. What is left is the rounding
+of fp16, which ordinary prompts of the same engine have, too; an error in position, order or visibility is far larger.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PLUGIN, Config, Engine, Text
+from oracle import Oracle, Prompt, Use
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+MAX_RMS = 0.01
+"""Of the difference of log-probabilities over an answer."""
+LENGTHS = {"A": 37, "B": 64, "C": 5, "D": 50, "E": 90, "F": 16, "G": 1, "H": 512, "I": 700, "J": 1100, "K": 130}
+
+
+@dataclass(frozen=True)
+class GPUConfig(Config):
+    """How an engine is started on a GPU."""
+
+    budget: int = 4096
+    num_blocks: int = 1500
+    worker: str = f"{PLUGIN}.worker_cuda.LazyCUDAWorker"
+    eager: bool = False
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CONFIGS = [
+    GPUConfig("eager", eager=True),
+    GPUConfig("graphs", is_async=True),
+    GPUConfig("graphs-48", is_async=True, budget=48, num_blocks=400),
+    GPUConfig("page-64", is_async=True, block_size=64, num_blocks=400, sizes=(1, 8, 32)),
+]
+
+
+class GPUEngine(Engine):
+    def device_arguments(self) -> dict[str, Any]:
+        compilation = {} if self.config.eager else {"cudagraph_capture_sizes": list(self.config.sizes)}
+        return {
+            "dtype": "float16",
+            "enforce_eager": self.config.eager,
+            "max_model_len": 4096,
+            "gpu_memory_utilization": 0.1,
+            "attention_backend": "FLASH_ATTN",
+            "compilation_config": compilation,
+        }
+
+    def deviation(self, prompt: Prompt, result: Any) -> tuple[float, float]:
+        """Root mean square and maximum over the returned log-probabilities."""
+        expected = self.oracle.logprobs(prompt, result.token_ids)
+        errors = [
+            logprob - expected[step, token].item()
+            for step, logprobs in enumerate(result.logprobs)
+            for token, logprob in logprobs.items()
+        ]
+        assert all(map(math.isfinite, errors))
+        return math.sqrt(sum(e * e for e in errors) / len(errors)), max(map(abs, errors))
+
+    def assert_agrees(self, prompt: Prompt, result: Any) -> None:
+        assert result.error is None
+        assert result.token_ids
+        rms, most = self.deviation(prompt, result)
+        print(f"deviation rms {rms:.5f} max {most:.5f}")
+        assert rms <= MAX_RMS
+        assert most <= 10 * MAX_RMS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of the shape that the Hopper kernel serves: heads of 128, four queries to a key."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=16384,
+        rope_theta=10000.0,
+        initializer_range=0.06,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return Oracle(model, "cuda")
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=str)
+def engine(request: pytest.FixtureRequest, model: Path, oracle: Oracle):
+    engine = GPUEngine(request.param, model, oracle)
+    yield engine
+    engine.close()
+
+
+class Corpus:
+    def __init__(self, seed: int, prefix_len: int) -> None:
+        self.text = Text(seed)
+        self.chunks = {name: Use(self.text(n)) for name, n in LENGTHS.items()}
+        self.prefix = self.text(prefix_len)
+
+    def __call__(self, *parts: Any) -> Prompt:
+        """Chunks by name, literals by their number of tokens."""
+        tokens = {str: self.chunks.__getitem__, int: self.text, list: lambda part: part}
+        return Prompt([tokens[type(part)](part) for part in parts], self.prefix)
+
+
+@pytest.fixture(params=[0, 19], ids=["alone", "behind-19"])
+def corpus(request: pytest.FixtureRequest) -> Corpus:
+    return Corpus(request.param, request.param)
+
+
+def test_ordinary_prompts(engine):
+    """What rounding alone does."""
+    text = Text(5)
+    for _ in range(2):  # the second time from the cache
+        engine.check(*(Prompt([text(n)]) for n in (300, 900, 64, 3)), children=0)
+
+
+def test_cold_hot_and_reordered(engine, corpus):
+    preambles = 1 if corpus.prefix else 0
+    engine.check(corpus(11, "A", 5, "B", 5, "C", 21), children=3 + preambles)
+    engine.check(corpus(11, "A", 5, "B", 5, "C", 21), children=0)
+    engine.check(corpus(11, "C", 5, "A", 5, "B", 21), children=0)
+
+
+def test_long_chunks_and_long_literals(engine, corpus):
+    engine.check(corpus("H", "I", "J", "K", 64))
+    engine.check(corpus("J", "K", "H", "I", 64), children=0)
+    engine.check(corpus(70, "J", 200, "H", 33, "I", 64), children=0)
+
+
+def test_chunks_twice_beside_each_other_and_single_tokens(engine, corpus):
+    engine.check(corpus("H", 5, "H", "H", 21))
+    engine.check(corpus(1, "A", 1, "B", 1, "G", "F", "G", 1))
+
+
+def test_lazy_and_ordinary_rows_in_one_batch(engine, corpus):
+    ordinary = [Prompt([corpus.text(n)]) for n in (400, 3)]
+    engine.check(
+        corpus(11, "B", 5, "D", 7),
+        ordinary[0],
+        corpus("E", 5, "A", 1, "D", 21),
+        ordinary[1],
+        corpus("J", "H", 7),
+        corpus(1, "C", "E", 1, "A", 5, "B", 21),
+        max_tokens=40,
+    )
+
+
+def test_a_segment_that_begins_inside_its_chunk(engine, corpus):
+    size = engine.config.block_size
+    chunk = corpus.chunks["K"].chunk
+    engine.check(corpus(11, chunk[:size], 21))
+    prompt = corpus(chunk[:size], 21)
+    parts = [prompt.parts[0], Use(chunk, offset=size), prompt.parts[1]]
+    engine.check(Prompt(parts, corpus.prefix))
+
+
+def test_more_requests_than_the_pool_holds(engine):
+    """Preemption and eviction: what comes back is computed anew, or found."""
+    corpus = Corpus(7, 0)
+    chunks = [Use(corpus.text(n)) for n in range(200, 600, 25)]
+    order = torch.Generator().manual_seed(1)
+    prompts = []
+    for _ in range(24):
+        picked = [chunks[i] for i in torch.randperm(len(chunks), generator=order)[:6].tolist()]
+        prompts.append(Prompt([corpus.text(9), *picked, corpus.text(30)]))
+    engine.check(*prompts, max_tokens=20)
+
+
+def test_ordinary_requests_are_stock_vllm_to_the_last_bit(engine, corpus):
+    """Nothing that lazy requests do changes what ordinary ones compute, cold or hot."""
+    text = Text(99)
+    ordinary = [Prompt([text(n)]) for n in (300, 40)]
+
+    def run():
+        assert engine.llm.reset_prefix_cache()
+        return [engine.generate(prompt) for prompt in ordinary]
+
+    before = run()
+    engine.check(corpus(11, "H", 5, "K", 7), *ordinary)
+    assert run() == before
+
+
+def test_the_rotation_the_positions_and_the_visibility_matter(engine, monkeypatch):
+    """The bound is sharp: without any of the three, answers are far from the oracle's."""
+    from lazyrag.backend.plugin.plans import Planner
+    from lazyrag.backend.plugin.positions import TruePositions
+    from lazyrag.kernels import plan
+
+    corpus = Corpus(3, 0)
+    prompt = corpus(70, "J", 200, "H", 33, "I", 64)
+    engine.check(prompt)
+    describe = Planner.describe
+
+    def unturned(self, layout):
+        reused = describe(self, layout)
+        reused.context.line[:] = 0
+        return reused
+
+    def all_seen(self, layout):
+        reused = describe(self, layout)
+        reused.context.visible_from[:] = 0
+        return reused
+
+    def physical(self, first, num_tokens):
+        return plan.np.arange(first, first + num_tokens)
+
+    broken = [
+        (engine.worker._rows, "_prepare", change.__get__(engine.worker._planner)) for change in (unturned, all_seen)
+    ]
+    broken.append((TruePositions, "of", physical))
+    for owner, name, change in broken:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, change)
+            assert engine.llm.reset_prefix_cache()
+            (result,) = engine.generate(prompt)
+            assert engine.deviation(prompt, result)[0] > 3 * MAX_RMS
+    assert engine.llm.reset_prefix_cache()
+
+
+def test_the_configuration_is_what_it_says(engine):
+    graphs = engine.worker._graphs
+    assert (graphs is None) == engine.config.eager
+    assert engine.worker.use_v2_model_runner
+    if graphs is not None:
+        assert len(graphs.graphs) == 2 * len(engine.config.sizes) - 1 - sum(n > 8 for n in engine.config.sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -129,11 +130,13 @@ class Engine(Protocol):
 
 
 class _Deadline:
-    """When a request must have ended; a `timeout_s` of None never comes."""
+    """When a request must have ended; a `timeout_s` of None, or beyond what a clock can wait for, never comes."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self.at = None if timeout_s is None else time.monotonic() + timeout_s
+        self.at = None
+        if timeout_s is not None and timeout_s < threading.TIMEOUT_MAX / 2:
+            self.at = time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float | None:

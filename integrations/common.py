@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -59,6 +59,16 @@ class Connection(BaseModel):
 SETTINGS = tuple(name for name in Connection.model_fields if name != "lazyrag")
 
 
+class StringPrompts(BaseModel):
+    """How a façade for prompts that are one string sends them."""
+
+    special: Literal["allow", "plain"] = Field(
+        default="allow",
+        description="allow: control tokens spelt in a prompt are meant, except in what is known to be documents' text; "
+        "plain: they are text, wherever they stand. Chats need no such setting: contents never hold any.",
+    )
+
+
 class Generation(BaseModel):
     """How a façade generates. A value that is None is the client's default."""
 
@@ -69,10 +79,12 @@ class Generation(BaseModel):
     )
     top_k: int | None = Field(default=None, description="Sample from this many of the likeliest tokens; 0: from all.")
     seed: int | None = Field(default=None, description="Makes sampling repeatable.")
-    stop: list[str] | None = Field(default=None, description="Texts that end the answer; they are not part of it.")
+    stop: str | list[str] | None = Field(
+        default=None, description="A text, or several, that ends the answer; it is not part of it."
+    )
     timeout: float | None = Field(default=None, description="Seconds that a request may take.")
 
-    def sampling(self, client: LazyRAG, stop: Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
+    def sampling(self, client: LazyRAG, stop: str | Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
         """The settings of one request.
 
         Args:
@@ -95,7 +107,6 @@ class Generation(BaseModel):
         }
         if stop is not None:
             values["stop"] = stop
-        values["stop"] = tuple(values.get("stop", ()))
         values["timeout_s"] = values.pop("timeout", None)
         return Sampling(**values)
 
@@ -167,9 +178,10 @@ def take_tools(client: LazyRAG, call: dict[str, Any]) -> list[Tool] | None:
         the tools to show to the model; None if there are none.
 
     Raises:
-        InputError: the model's chat template has no place for tools, or `tool_choice` names none of them.
+        InputError: these are no tools, the model's chat template has no place for any, or `tool_choice` names none of
+            them.
     """
-    tools: list[Tool] = list(call.pop("tools", None) or ())
+    tools = _tools(call.pop("tools", None) or ())
     choice = choice_of(call.pop("tool_choice", None))
     if tools and not supports_tools(client):
         raise InputError(
@@ -182,17 +194,36 @@ def take_tools(client: LazyRAG, call: dict[str, Any]) -> list[Tool] | None:
     return tools if tools and choice != "none" else None
 
 
+def _tools(given: Any) -> list[Tool]:
+    tools = list(given) if isinstance(given, Iterable) else [given]
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InputError(
+                "tools is not a list of tools.",
+                fix='A tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}.',
+            )
+    return tools
+
+
 def supports_tools(client: LazyRAG) -> bool:
     """Whether the model's chat template has a place for tools."""
     return "tools" in (client.tokenizer.chat_template or "")
 
 
 def choice_of(tool_choice: Any) -> str:
-    """The frameworks' `tool_choice` as "auto", "none", "required" (any of them), or the name of one."""
+    """The frameworks' `tool_choice` as "auto", "none", "required" (any of them), or the name of one.
+
+    Raises:
+        InputError: it is a mapping that names no function.
+    """
     if not tool_choice:
         return "auto"
     if isinstance(tool_choice, Mapping):
-        return str(tool_choice["function"]["name"])
+        try:
+            return str(tool_choice["function"]["name"])
+        except (KeyError, TypeError):
+            raise InputError("tool_choice names no tool.", fix="Pass its name.") from None
     return "required" if tool_choice in (True, "any") else str(tool_choice)
 
 
@@ -225,7 +256,7 @@ def call_schema(tools: Sequence[Tool], choice: str) -> Mapping[str, Any] | None:
     if not calls:
         raise InputError(
             "tool_choice names a tool that is not among the tools given.",
-            fix=f"Name one of {', '.join(tool['function']['name'] for tool in tools)}.",
+            fix=f"Name one of them: {', '.join(tool['function']['name'] for tool in tools) or 'there are none'}.",
         )
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return {**schema, "$defs": definitions} if definitions else schema

@@ -7,11 +7,12 @@ import atexit
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import MISSING, fields, replace
 from hashlib import blake2b
 from itertools import islice
+from math import isfinite, isnan
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from lazyrag.anchors import MIN_CHARS
 from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
-from lazyrag.chat import Message, render
+from lazyrag.chat import CONTENT, MIXED, Message, TextPiece, render
 from lazyrag.config import Config
-from lazyrag.errors import ConfigError, InputError
+from lazyrag.errors import ConfigError, InputError, RequestError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Prompt: TypeAlias = str | Sequence[Message] | PromptPlan
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[TextPiece] | PromptPlan
 
 DEFAULT_BLOCK_SIZE = 32
 """For planning without an engine; a running engine says its own."""
@@ -172,32 +173,56 @@ class LazyRAG:
 
         Nothing is computed yet: the first prompt that holds a chunk computes its KV, or `warm` does.
         """
+        texts = _texts(texts, "texts")
         with self._lock:
             return self.library.register(texts)
 
-    def plan(self, prompt: Prompt, *, hints: Sequence[str] = (), tools: Sequence[Any] | None = None) -> PromptPlan:
+    def plan(
+        self,
+        prompt: Prompt,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+        special: str = "allow",
+    ) -> PromptPlan:
         """How a prompt will be sent: which parts are known chunks, in its own order.
 
         Args:
-            prompt: a text as the model shall see it, or messages for the model's chat template.
+            prompt: a text as the model shall see it, messages for the model's chat template, or a text whose parts are
+                told apart.
             hints: texts that probably occur in it, for chunks that the index cannot find by itself.
             tools: passed to the chat template.
+            special: of a prompt that is one text: "allow": control tokens in it are meant, except in what is known to
+                be documents' text; "plain": they are text, wherever they stand.
+
+        Raises:
+            InputError: a prompt of another kind, hints that are no list of texts, text that is not Unicode.
         """
         if isinstance(prompt, PromptPlan):
             return prompt
+        hints = _texts(hints, "hints")
         self.library.refresh()
-        plan = self._plan(prompt, hints, tools)
+        plan = self._plan(prompt, hints, tools, special)
         if not plan.chunk_ids:
             self._warn_of_altered(plan.text)
         return plan
 
     def _plan(
-        self, prompt: str | Sequence[Message], hints: Sequence[str] = (), tools: Sequence[Any] | None = None
+        self, prompt: Prompt, hints: Sequence[str] = (), tools: Sequence[Any] | None = None, special: str = "allow"
     ) -> PromptPlan:
         planner = self._planner_for_engine()
         if isinstance(prompt, str):
-            return planner.plan_text(prompt, hints=hints)
-        return planner.plan_pieces(render(self.tokenizer, prompt, tools=tools).pieces, hints=hints)
+            return planner.plan_text(prompt, hints=hints, special=special)
+        parts: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [prompt]
+        if parts and all(isinstance(part, TextPiece) for part in parts):
+            return planner.plan_pieces(parts, hints=hints, may_add_bos=True)
+        is_chat = isinstance(prompt, Sequence) and all(isinstance(part, Message) for part in parts)
+        if is_chat and all(isinstance(part.content, str) for part in parts):
+            return planner.plan_pieces(render(self.tokenizer, parts, tools=tools).pieces, hints=hints)
+        raise InputError(
+            f"A {type(prompt).__name__} is no prompt.",
+            fix="A prompt is a string, or a list of lazyrag.Message whose contents are strings.",
+        )
 
     def _planner_for_engine(self) -> Planner:
         configured = self.config.block_size or DEFAULT_BLOCK_SIZE
@@ -209,6 +234,7 @@ class LazyRAG:
                     self.tokenizer,
                     self.library.segmenter,
                     get_tokens=self.library.tokens,
+                    get_short=self.library.short_texts,
                     mode=mode,
                     block_size=block_size,
                     preamble=self.config.preamble,
@@ -256,14 +282,16 @@ class LazyRAG:
         *,
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
+        special: str = "allow",
     ) -> list[Answer]:
-        """Answer prompts together, in order.
+        """Answer prompts together, in order. The arguments are those of `plan`.
 
         Raises:
             EngineError: the first of the prompts' errors.
+            InputError: see `plan`.
         """
-        engine, plans = self._prepare(prompts, hints, tools)
-        results = engines.generate(engine, [self._request(plan, sampling) for plan in plans])
+        engine, plans, requests = self._prepare(prompts, sampling, hints, tools, special)
+        results = engines.generate(engine, requests)
         return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
 
     async def agenerate(
@@ -273,10 +301,11 @@ class LazyRAG:
         *,
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
+        special: str = "allow",
     ) -> list[Answer]:
         """As `generate`, without blocking the caller's event loop."""
-        engine, plans = await asyncio.to_thread(self._prepare, prompts, hints, tools)
-        results = await engines.agenerate(engine, [self._request(plan, sampling) for plan in plans])
+        engine, plans, requests = await asyncio.to_thread(self._prepare, prompts, sampling, hints, tools, special)
+        results = await engines.agenerate(engine, requests)
         return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
 
     def stream(
@@ -286,10 +315,11 @@ class LazyRAG:
         *,
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
+        special: str = "allow",
     ) -> Iterator[Delta]:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
-        engine, (plan,) = self._prepare([prompt], hints, tools)
-        yield from engines.stream(engine, self._request(plan, sampling))
+        engine, _, (request,) = self._prepare([prompt], sampling, hints, tools, special)
+        yield from engines.stream(engine, request)
 
     async def astream(
         self,
@@ -298,22 +328,32 @@ class LazyRAG:
         *,
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
+        special: str = "allow",
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, without blocking the caller's event loop."""
-        engine, (plan,) = await asyncio.to_thread(self._prepare, [prompt], hints, tools)
-        async with aclosing(engines.astream(engine, self._request(plan, sampling))) as deltas:
+        engine, _, (request,) = await asyncio.to_thread(self._prepare, [prompt], sampling, hints, tools, special)
+        async with aclosing(engines.astream(engine, request)) as deltas:
             async for delta in deltas:
                 yield delta
 
     def _prepare(
-        self, prompts: Sequence[Prompt], hints: Sequence[str], tools: Sequence[Any] | None
-    ) -> tuple[Engine, list[PromptPlan]]:
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None,
+        hints: Sequence[str],
+        tools: Sequence[Any] | None,
+        special: str,
+    ) -> tuple[Engine, list[PromptPlan], list[Request]]:
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise InputError("prompts is one prompt where a list is meant.", fix="Pass a list: [prompt].")
+        if sampling is None:
+            sampling = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
+        sampling = _checked(sampling)
+        hints = _texts(hints, "hints")
         engine = self.engine  # first: it says the block size and the mode that are planned for
-        return engine, [self.plan(prompt, hints=hints, tools=tools) for prompt in prompts]
-
-    def _request(self, plan: PromptPlan, sampling: Sampling | None) -> Request:
-        default = Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
-        return Request(plan.token_ids, plan.segments, plan.prefix_len, sampling or default, self.config.namespace)
+        plans = [self.plan(prompt, hints=hints, tools=tools, special=special) for prompt in prompts]
+        requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, self.config.namespace) for p in plans]
+        return engine, plans, requests
 
     def warm(self, ids: Iterable[ChunkId]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         """Compute the KV of known chunks now (or find it on disk); unknown and unusable ones are passed over."""
@@ -487,10 +527,12 @@ class LazyRAG:
         """The prompt that `query` sends for a question, and the stored chunks it holds.
 
         Raises:
-            InputError: an empty question, or nothing to answer it from.
+            InputError: a question that is empty or not Unicode, or nothing to answer it from.
         """
         if not question.strip():
             raise InputError("The question is empty.")
+        if not _is_unicode(question):
+            raise InputError("The question holds a lone surrogate, which is no character.")
         store = self._needed_store()
         self.model  # noqa: B018  (a wrong model is an error before the embedder is loaded)
         hits = self.search(question, k)
@@ -505,7 +547,8 @@ class LazyRAG:
         content = f"{passages}\n\nQuestion: {question}"
         system = self.config.preamble or SYSTEM
         if self.tokenizer.chat_template is None:
-            return f"{system}\n\n{content}\nAnswer:", hits
+            # The passages and their sources are documents' text; the preamble is the application's own.
+            return [TextPiece(f"{system}\n\n", MIXED), TextPiece(f"{content}\nAnswer:", CONTENT)], hits
         return [Message("system", system), Message("user", content)], hits
 
     def query(self, question: str, k: int = 4, sampling: Sampling | None = None) -> Answer:
@@ -556,6 +599,62 @@ def unset(config: Config) -> frozenset[str]:
     return frozenset(
         name for name in REMEMBERED if config.origin(name) == "default" and getattr(config, name) == defaults[name]
     )
+
+
+def _texts(values: Iterable[str], name: str) -> list[str]:
+    """An argument that is several texts; one text alone would be taken for its letters.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(values, (str, bytes)) and isinstance(values, Iterable):
+        texts = list(values)
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise InputError(f"{name} is not a list of strings.", fix=f"Pass a list: {name}=[...].")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked(sampling: Sampling) -> Sampling:
+    """The settings of a request, if an engine can read them; a single text to stop at as a list of one.
+
+    Raises:
+        RequestError: one of a wrong type, or a number that does not fit into 64 bits.
+    """
+    stop: Any = sampling.stop
+    if isinstance(stop, str):
+        stop = (stop,)
+    wanted: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("max_tokens", "top_k"), _is_int64),
+        **dict.fromkeys(("seed", "logprobs"), lambda value: value is None or _is_int64(value)),
+        **dict.fromkeys(("temperature", "top_p"), lambda value: _is_number(value) and isfinite(value)),
+        "timeout_s": lambda value: value is None or (_is_number(value) and not isnan(value)),
+        "json_schema": lambda value: value is None or isinstance(value, Mapping),
+    }
+    wrong = [name for name, fits in wanted.items() if not fits(getattr(sampling, name))]
+    if not isinstance(stop, Iterable) or not all(isinstance(text, str) and text for text in stop):
+        wrong.append("stop")
+    if wrong:
+        raise RequestError(
+            f"The request's {' and '.join(wrong)} cannot be used:",
+            why="the value is of a wrong type, or beyond all bounds.",
+        )
+    return replace(sampling, stop=tuple(stop))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_int64(value)
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
 
 def _kv_files(folder: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from lazyrag.anchors import AnchorIndex
+from lazyrag.anchors import MIN_CHARS, AnchorIndex
 from lazyrag.errors import StoreError
 from lazyrag.segmenter import Segmenter
 from lazyrag.types import ChunkId, canonical, chunk_id
@@ -45,6 +45,7 @@ class Library:
         self._store = store
         self._namespace = namespace
         self._registered: dict[ChunkId, str] = {}
+        self._unindexed: dict[ChunkId, str] = {}
         self._index = _load(store, namespace) if store is not None else AnchorIndex(secret=secrets.token_bytes(32))
         self._indexed = self._index.chunk_ids()
         self._unsaved = 0
@@ -81,6 +82,8 @@ class Library:
             gone = self._indexed - stored - self._registered.keys()
             self._index.remove(gone)
             self._indexed -= gone
+            for id in gone:
+                self._unindexed.pop(id, None)
             self._unsaved += len(gone) + self._add(self._stored_texts(stored - self._indexed, len(stored)))
             self._generation = generation
             if self._unsaved >= SAVE_AFTER:
@@ -100,6 +103,9 @@ class Library:
         def noted() -> Iterator[tuple[ChunkId, str]]:
             for id, text in items:
                 seen.add(id)
+                text = canonical(text)
+                if len(text) < MIN_CHARS and self._tokenizer.spells_control(text):
+                    self._unindexed[id] = text
                 yield id, text
 
         unindexable = self._index.add(noted())
@@ -120,6 +126,11 @@ class Library:
         known = {id: self._registered[id] for id in ids if id in self._registered}
         missing = [id for id in ids if id not in known]
         return known | self._store.get_texts(missing, self._namespace) if self._store and missing else known
+
+    def short_texts(self) -> list[str]:
+        """The chunks that are too short for the index and spell a control token: they must be looked for, too."""
+        with self._lock:
+            return list(self._unindexed.values())
 
     def tokens(self, id: ChunkId) -> tuple[int, ...]:
         """The chunk's token ids; empty if it is unknown or its text does not survive the tokenizer."""

@@ -7,21 +7,29 @@ Each piece is tokenised by itself, and a chunk always has its own ids, whatever 
 prompt, the chunks and the preamble, never on the mode, so that modes can be compared token by token. The pieces' texts
 concatenate to the prompt: nothing is sent that the application did not write, except the BOS token of models that want
 one.
+
+In a prompt given as a string, control tokens are meant, except in what is known to be documents' text: chunks, what is
+left of a chunk that lost to an overlapping one, chunks too short to be found otherwise, hints. That holds even where
+the application's own text is the same as a chunk's: a document that spells a prompt's header makes the header inert,
+for nothing tells the two apart, and this is the safe side. Text that was altered, or never registered, is not known;
+`special="plain"` makes everything inert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import TypeAlias
 
 from lazyrag.backend.engine import MODES
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, TextPiece
 from lazyrag.errors import ConfigError
-from lazyrag.segmenter import Segmenter
+from lazyrag.segmenter import SHORTEST_HINT, Segmenter
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan
+from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan, canonical
 
 TOO_SHORT = "shorter than the minimum"
 CUT_TOO_EARLY = "too little of it is shown: less than a KV block"
@@ -50,6 +58,7 @@ class Planner:
         min_tokens: chunks with fewer tokens are not reused.
         max_segments: how many chunks one request may reuse; None: any number.
         get_tokens: where chunks' ids are kept; None, or what it does not know, is encoded here.
+        get_short: chunks that are too short for the segmenter and spell control tokens.
 
     Raises:
         ConfigError: an unknown mode, or `lazy-prefix` without a preamble.
@@ -66,6 +75,7 @@ class Planner:
         min_tokens: int = 16,
         max_segments: int | None = None,
         get_tokens: TokensOf | None = None,
+        get_short: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"{mode!r} is no mode.", fix=f"Use one of {', '.join(MODES)}.")
@@ -79,6 +89,7 @@ class Planner:
         self.min_tokens = min_tokens
         self.max_segments = max_segments
         self._get_tokens = get_tokens
+        self._get_short = get_short
         self._chunk_ids = lru_cache(maxsize=4096)(self._encode_chunk)
 
     def plan_text(self, text: str, hints: Sequence[str] = (), *, special: str = "allow") -> PromptPlan:
@@ -87,7 +98,8 @@ class Planner:
         Args:
             text: the prompt.
             hints: see `Segmenter.find`.
-            special: "allow": control tokens in it are meant, except inside chunks; "plain": they are text.
+            special: "allow": control tokens in it are meant, except in documents' text (module docstring); "plain":
+                they are text.
 
         Raises:
             InputError: the text holds a lone surrogate.
@@ -96,13 +108,20 @@ class Planner:
             raise ConfigError(f"special={special!r} is unknown.", fix='Use "allow" or "plain".')
         return self._plan([TextPiece(text, MIXED if special == "allow" else CONTENT)], hints, may_add_bos=True)
 
-    def plan_pieces(self, pieces: Sequence[TextPiece], hints: Sequence[str] = ()) -> PromptPlan:
-        """Plan a rendered chat (`RenderedChat.pieces`). It gets no BOS token: its template wrote one, if there is one.
+    def plan_pieces(
+        self, pieces: Sequence[TextPiece], hints: Sequence[str] = (), *, may_add_bos: bool = False
+    ) -> PromptPlan:
+        """Plan a prompt whose parts are told apart: a rendered chat (`RenderedChat.pieces`), for example.
+
+        Args:
+            pieces: they concatenate to the prompt.
+            hints: see `Segmenter.find`.
+            may_add_bos: whether it gets the BOS token that a string gets. A chat's template wrote one, if it wants one.
 
         Raises:
             InputError: the text holds a lone surrogate.
         """
-        return self._plan(pieces, hints, may_add_bos=False)
+        return self._plan(pieces, hints, may_add_bos=may_add_bos)
 
     def _plan(self, pieces: Sequence[TextPiece], hints: Sequence[str], *, may_add_bos: bool) -> PromptPlan:
         split = self._preamble_end(pieces)
@@ -113,7 +132,7 @@ class Planner:
         num_preamble = len(out)
         for piece in rest:
             for part in self._parts(piece, hints):
-                out.append(part if isinstance(part, Piece) else self._literal(part, piece.kind, start=not out))
+                out.append(part if isinstance(part, Piece) else self._literal(part.text, part.kind, start=not out))
         if may_add_bos and (front := self.tokenizer.front(out[0].token_ids if out else ())):
             out.insert(0, Piece("", tuple(front)))
             num_preamble += 1
@@ -136,20 +155,32 @@ class Planner:
         content = text[opening:].lstrip()
         return len(text) - len(content) + len(preamble) if opening and content.startswith(preamble) else 0
 
-    def _parts(self, piece: TextPiece, hints: Sequence[str]) -> Iterator[str | Piece]:
+    def _parts(self, piece: TextPiece, hints: Sequence[str]) -> Iterator[TextPiece | Piece]:
         """Literal texts and chunks in order."""
+        if piece.kind == TEMPLATE:
+            yield piece
+            return
+        found = self.segmenter.search(piece.text, hints)
+        inert = _merged([*found.known, *self._short_places(piece.text, hints)]) if piece.kind == MIXED else []
         at = 0
-        for found in [] if piece.kind == TEMPLATE else self.segmenter.find(piece.text, hints):
-            if at < found.start:
-                yield piece.text[at : found.start]
-            chunk = self._chunk(piece.text[found.start : found.end], found, hints)
+        for occurrence in found.occurrences:
+            yield from _divided(piece, at, occurrence.start, inert)
+            chunk = self._chunk(piece.text[occurrence.start : occurrence.end], occurrence, hints)
             yield chunk
-            at = found.end
-            if rest := piece.text[found.start + len(chunk.text) : at]:
+            at = occurrence.end
+            if rest := piece.text[occurrence.start + len(chunk.text) : at]:
                 # The last tokens of a cut chunk: still a document's text, in which nothing is a control token.
-                yield self._literal(rest, CONTENT, start=False)
-        if at < len(piece.text):
-            yield piece.text[at:]
+                yield TextPiece(rest, CONTENT)
+        yield from _divided(piece, at, len(piece.text), inert)
+
+    def _short_places(self, text: str, hints: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Where texts stand that no segmenter finds and that spell a control token."""
+        hinted = (hint for hint in map(canonical, hints) if len(hint) < SHORTEST_HINT)
+        for short in {*self._get_short(), *filter(self.tokenizer.spells_control, hinted)}:
+            start = text.find(short)
+            while start >= 0:
+                yield start, start + len(short)
+                start = text.find(short, start + 1)
 
     def _literal(self, text: str, kind: str, *, start: bool) -> Piece:
         if kind == CONTENT:
@@ -224,6 +255,31 @@ class Planner:
             return
         yield replace(piece, text=piece.text[:num_chars], token_ids=ids)
         yield Piece(piece.text[num_chars:], piece.token_ids[len(ids) :], reason=AT_END)
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of ranges, as disjoint ones, ascending."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(end, out[-1][1])
+        else:
+            out.append((start, end))
+    return out
+
+
+def _divided(piece: TextPiece, start: int, end: int, inert: Sequence[tuple[int, int]]) -> Iterator[TextPiece]:
+    """A range of a literal text, in which these (disjoint, ascending) ranges are content."""
+    at = start
+    for inert_start, inert_end in inert[bisect_right(inert, start, key=itemgetter(1)) :]:
+        if inert_start >= end or at >= end:
+            break
+        if at < inert_start:
+            yield TextPiece(piece.text[at:inert_start], piece.kind)
+        yield TextPiece(piece.text[max(at, inert_start) : min(inert_end, end)], CONTENT)
+        at = min(inert_end, end)
+    if at < end:
+        yield TextPiece(piece.text[at:end], piece.kind)
 
 
 def _split_at(pieces: Sequence[TextPiece], end: int) -> tuple[list[TextPiece], list[TextPiece]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -60,6 +61,7 @@ class Tokenizer:
         inner = _without_dummy_space(spec)
         control = [token for token in spec["added_tokens"] if _is_control(token)]
         self.control_tokens = tuple(token["content"] for token in control)
+        self._folded_control = frozenset(map(_folded, self.control_tokens)) - {""}
 
         self._template_start = _build(spec)
         self._template = self._template_start if inner == spec else _build(inner)
@@ -157,9 +159,18 @@ class Tokenizer:
         except InputError:
             return False
 
+    def spells_control(self, text: str) -> bool:
+        """Whether the text may hold a control token's text, as it is or as a normalizer may change it."""
+        text = _folded(text)
+        return any(token in text for token in self._folded_control)
+
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._template.token_to_id(token)
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:

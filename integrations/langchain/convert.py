@@ -72,11 +72,12 @@ def _text(message: BaseMessage) -> str:
     for block in message.content:
         if isinstance(block, str):
             parts.append(block)
-        elif block.get("type") == "text":
+        elif block.get("type") == "text" and isinstance(block.get("text"), str):
             parts.append(block["text"])
         elif not isinstance(message, AIMessage):
             raise errors.InputError(
-                f"A message holds a block of type {block.get('type')!r}.", why="LazyRAG sends text to the model only."
+                f"A message holds a block of type {block.get('type')!r} that has no text.",
+                why="LazyRAG sends text to the model only.",
             )
     return "".join(parts)
 

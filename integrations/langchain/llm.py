@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,17 +12,20 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import ConfigDict
 
 from lazyrag.backend.engine import Delta
-from lazyrag.integrations.common import Heard, report, usage
+from lazyrag.integrations.common import Heard, StringPrompts, report, usage
 from lazyrag.integrations.langchain.convert import langchain_errors
 from lazyrag.integrations.langchain.model import LangChainModel
 from lazyrag.types import Answer
 
 
-class LazyRAGLLM(LangChainModel, BaseLLM):
+class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
     """A model that continues the prompt as it is, without a chat template.
 
     Chunks that were ingested or registered are found in the prompt, wherever it holds them, and their KV is reused;
     `generation_info["lazyrag"]` says how much of it. Constructing it starts nothing.
+
+    Control tokens that the prompt spells are meant, except in what is known to be documents' text. An application that
+    writes none itself sets `special="plain"`: then nothing in a prompt is one, in altered or unknown texts neither.
 
     Example:
         inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
@@ -39,7 +42,7 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         with langchain_errors():
-            return self._result(self.client.generate(prompts, self._sampling(stop, kwargs)))
+            return self._result(self.client.generate(prompts, self._sampling(stop, kwargs), special=self.special))
 
     async def _agenerate(
         self,
@@ -49,7 +52,9 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         with langchain_errors():
-            return self._result(await self.client.agenerate(prompts, self._sampling(stop, kwargs)))
+            return self._result(
+                await self.client.agenerate(prompts, self._sampling(stop, kwargs), special=self.special)
+            )
 
     def _stream(
         self,
@@ -60,7 +65,7 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         heard = Heard()
         with langchain_errors():
-            for delta in self.client.stream(prompt, self._sampling(stop, kwargs)):
+            for delta in self.client.stream(prompt, self._sampling(stop, kwargs), special=self.special):
                 chunk = _to_chunk(delta, heard.add(delta))
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -75,12 +80,18 @@ class LazyRAGLLM(LangChainModel, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         heard = Heard()
         with langchain_errors():
-            async with aclosing(self.client.astream(prompt, self._sampling(stop, kwargs))) as deltas:
+            async with aclosing(
+                self.client.astream(prompt, self._sampling(stop, kwargs), special=self.special)
+            ) as deltas:
                 async for delta in deltas:
                     chunk = _to_chunk(delta, heard.add(delta))
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return {**super()._identifying_params, "special": self.special}
 
     def _result(self, answers: Sequence[Answer]) -> LLMResult:
         return LLMResult(

@@ -47,7 +47,7 @@ class LangChainModel(Connection, Generation):
         """The text's token ids in the model's own vocabulary."""
         return list(self.client.tokenizer.encode_template(text))
 
-    def _sampling(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
+    def _sampling(self, stop: str | Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
         """The settings of one request.
 
         Raises:

@@ -33,6 +33,7 @@ from lazyrag.integrations.common import (
     Connection,
     Generation,
     Heard,
+    StringPrompts,
     Tool,
     supports_tools,
     take_tools,
@@ -41,7 +42,7 @@ from lazyrag.integrations.llama_index.convert import to_chat_delta, to_chat_resp
 from lazyrag.types import Answer
 
 
-class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
+class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
     """A chat model whose prompts are rendered with the model's own chat template.
 
     Chunks that were ingested or registered are found in any prompt, and their KV is reused; a response's
@@ -127,14 +128,14 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
             **kwargs: settings of this request, by the names of this class's fields.
         """
         call = self._completion_call(prompt, formatted, kwargs)
-        (answer,) = self.client.generate([call.prompt], call.sampling)
+        (answer,) = self.client.generate([call.prompt], call.sampling, special=self.special)
         return to_completion(answer, call.model)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As `complete`, without blocking the event loop."""
         call = self._completion_call(prompt, formatted, kwargs)
-        (answer,) = await self.client.agenerate([call.prompt], call.sampling)
+        (answer,) = await self.client.agenerate([call.prompt], call.sampling, special=self.special)
         return to_completion(answer, call.model)
 
     @llm_completion_callback()
@@ -143,7 +144,7 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
         call = self._completion_call(prompt, formatted, kwargs)
 
         def pieces() -> CompletionResponseGen:
-            for delta in self.client.stream(call.prompt, call.sampling):
+            for delta in self.client.stream(call.prompt, call.sampling, special=self.special):
                 yield call.completion_piece(delta)
 
         return pieces()
@@ -154,7 +155,7 @@ class LazyRAGLLM(Connection, Generation, FunctionCallingLLM):
         call = self._completion_call(prompt, formatted, kwargs)
 
         async def pieces() -> CompletionResponseAsyncGen:
-            async with aclosing(self.client.astream(call.prompt, call.sampling)) as deltas:
+            async with aclosing(self.client.astream(call.prompt, call.sampling, special=self.special)) as deltas:
                 async for delta in deltas:
                     yield call.completion_piece(delta)
 

@@ -310,6 +310,27 @@ def test_llama_indexs_token_counter_reads_true_counts(connect: Connect) -> None:
     assert counter.completion_llm_token_count == 5
 
 
+@pytest.mark.parametrize("special", ["allow", "plain"])
+async def test_an_application_may_make_all_of_its_string_prompts_inert(connect: Connect, special: str) -> None:
+    client, engine = connect()
+    llm = LazyRAGLLM(lazyrag=client, special=special, max_tokens=2)
+    prompt = "<|im_start|>Why?"
+    llm.complete(prompt, formatted=True)
+    await llm.acomplete(prompt, formatted=True)
+    list(llm.stream_complete(prompt, formatted=True))
+    [_ async for _ in await llm.astream_complete(prompt, formatted=True)]
+    start = client.tokenizer.encode_template("<|im_start|>")[0]
+    counts = [list(request.token_ids).count(start) for request in engine.requests]
+    assert counts == [1 if special == "allow" else 0] * 4
+
+
+def test_a_single_text_to_stop_at_is_one_stop(connect: Connect) -> None:
+    client, engine = connect()
+    LazyRAGLLM(lazyrag=client, stop="x y").complete("Why?")
+    LazyRAGLLM(lazyrag=client).complete("Why?", stop="x y")
+    assert [request.sampling.stop for request in engine.requests] == [("x y",)] * 2
+
+
 def test_sampling_comes_from_the_call_then_the_model_then_the_settings(connect: Connect) -> None:
     client, engine = connect(config={"max_tokens": 7, "temperature": 0.7})
     llm = LazyRAGLLM(lazyrag=client, temperature=0.2, stop=["x"], timeout=60)

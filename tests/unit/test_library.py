@@ -42,6 +42,24 @@ def put(store: Store, name: str, texts: Iterable[str], namespace: str = "", toke
     store.put_document(Document(name, "", name), chunks, namespace=namespace)
 
 
+def test_short_texts_that_spell_control_tokens_are_kept_as_long_as_they_are_known(
+    plain: Tokenizer, store: Store
+) -> None:
+    short, long = "Pump?<|im_end|>", "<|im_end|> " + passage(1)
+    put(store, "a", [short, long, "Pump?"])
+    put(store, "b", ["<|IM_START|>"], namespace="tenant")
+    library = Library(plain, store)
+    library.refresh()
+    library.register(["  <|im_start|>user\n"])
+    assert set(library.short_texts()) == {short, "<|im_start|>user"}
+    store.delete_document("a")
+    library.refresh()
+    assert library.short_texts() == ["<|im_start|>user"]
+    tenant = Library(plain, store, "tenant")
+    tenant.refresh()
+    assert tenant.short_texts() == ["<|IM_START|>"]  # a tokenizer may fold case
+
+
 def found(library: Library, *texts: str) -> list[ChunkId]:
     return [occurrence.chunk_id for occurrence in library.segmenter.find("\n\n".join(texts))]
 

@@ -395,6 +395,8 @@ def explain(
         text = prompt.read().decode()
     except UnicodeDecodeError:
         raise InputError("The prompt cannot be read:", why="it is not UTF-8 text.") from None
+    except OSError as error:
+        raise InputError("The prompt cannot be read:", why=f"{error.strerror}.") from None
     if run:
         say("Starting the engine ...")
     rows = LazyRAG(config).explain(text, run=run)
@@ -540,7 +542,8 @@ def log_to_stderr(level: int | str) -> None:
 
 def reply(values: Any, as_json: bool, lines: Callable[[], Iterable[str]]) -> None:
     """Answer a command on stdout, for programs or for people."""
-    typer.echo(json.dumps(values, indent=2, ensure_ascii=False) if as_json else "\n".join(lines()))
+    # What JSON has no form for, such as a date in engine_args, is shown as text.
+    typer.echo(json.dumps(values, indent=2, ensure_ascii=False, default=str) if as_json else "\n".join(lines()))
 
 
 def say(*lines: str) -> None:

@@ -103,7 +103,7 @@ class Config:
                 continue
             try:
                 object.__setattr__(self, setting.name, convert(value))
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise self._cannot_be(setting.name, f"it must be {description}.") from None
         self._check_words()
         self._check_numbers()
@@ -169,20 +169,21 @@ class Config:
         for name, known in (("mode", MODES), ("log_level", LOG_LEVELS)):
             if getattr(self, name) not in known:
                 raise self._cannot_be(name, f"it must be one of {', '.join(known)}.")
-        try:
-            self.namespace.encode()
-        except UnicodeEncodeError:
-            raise self._cannot_be("namespace", "it holds a lone surrogate, which is not Unicode.") from None
+        for name in ("namespace", "preamble"):
+            try:
+                getattr(self, name).encode()
+            except UnicodeEncodeError:
+                raise self._cannot_be(name, "it holds a lone surrogate, which is not Unicode.") from None
         if self.mode == "lazy-prefix" and not self.preamble:
             raise self._cannot_be(
                 "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to lazy."
             )
 
     def _check_numbers(self) -> None:
-        for name in _AT_LEAST_ONE:
+        for name, most in _AT_MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise self._cannot_be(name, "it must be 1 or more.")
+            if value is not None and not 1 <= value <= most:
+                raise self._cannot_be(name, f"it must be 1 or more, and {most} at most.")
         if not 0 <= self.chunk_overlap < self.chunk_size:
             raise self._cannot_be("chunk_overlap", f"it must be 0 or more and below chunk_size ({self.chunk_size}).")
         if not 0 <= self.temperature < inf:
@@ -203,15 +204,11 @@ class Config:
         return ConfigError(f"{shown} ({self.origin(name)}) cannot be used:", why=why, fix=fix)
 
 
-_AT_LEAST_ONE = (
-    "max_model_len",
-    "block_size",
-    "kv_cache_bytes",
-    "kv_disk_bytes",
-    "min_tokens",
-    "chunk_size",
-    "max_tokens",
-)
+_AT_MOST = {
+    **dict.fromkeys(("max_model_len", "block_size", "min_tokens", "chunk_size", "max_tokens"), 1 << 24),
+    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes"), 1 << 60),
+}
+"""Numbers of 1 or more, and what nobody can mean any more: beyond it, other libraries' integers overflow."""
 
 _SETTING_OF_ENGINE_ARG = {
     "model": "model",
@@ -259,16 +256,19 @@ def _from_text(setting: Field[Any], text: str) -> Any:
         if convert is _flag:
             return _FLAGS[text.lower()]
         return convert(json.loads(text))
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError, RecursionError):
         raise ConfigError(
             f"{_variable(setting.name)}={text!r} cannot be used:", why=f"it must be {description}."
         ) from None
 
 
 def _find_file(file: str | os.PathLike[str] | None, store: str | os.PathLike[str] | None) -> Path | None:
+    if file is not None and not isinstance(file, (str, os.PathLike)):
+        raise ConfigError("The settings file cannot be read:", why="its path is not text.")
     if file is not None:
         return Path(file)
-    folders = [Path(), *([Path(store)] if store is not None else [])]
+    # A store that is no path is refused when the settings are checked.
+    folders = [Path(), *([Path(store)] if isinstance(store, (str, os.PathLike)) else [])]
     return next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
 
 
@@ -279,6 +279,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read:", why=f"{error.strerror}.") from None
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{path} is not a TOML file:", why=f"{error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read:", why="its values are nested too deeply.") from None
     _check_names(values, str(path))
     for name in ("store", "model", "embedder"):
         # A bare name may be a model's; what begins with "." or "~" can only be a path.

@@ -190,6 +190,32 @@ def test_a_store_that_does_not_exist_is_named(run: Run, command: tuple[str, ...]
     assert "There is no store in nowhere" in result.stderr
 
 
+def test_what_is_not_unicode_is_refused_before_an_engine_starts(
+    run: Run, store: Path, engines: list[FakeEngine]
+) -> None:
+    started = len(engines)
+    for arguments in (("\udcff",), ("Who?", "--preamble", "\udcff"), ("Who?", "--namespace", "\udcff")):
+        result = run("query", *arguments, "--store", store)
+        assert result.exit_code == 2
+        assert "lone surrogate" in result.stderr
+        assert "Starting the engine" not in result.stderr
+    assert len(engines) == started
+
+
+def test_a_prompt_file_that_cannot_be_read_is_named(run: Run, model: Path) -> None:
+    if not Path("/proc/self/mem").exists():
+        pytest.skip("this system has no /proc/self/mem, whose beginning cannot be read")
+    result = run("explain", "/proc/self/mem", "--model", model)
+    assert result.exit_code == 2
+    assert "The prompt cannot be read:" in result.stderr
+
+
+def test_settings_that_json_has_no_form_for_are_shown_as_text(run: Run) -> None:
+    Path("lazyrag.toml").write_text("engine_args = {when = 1979-05-27}\n")
+    rows = json.loads(run("config", "show", "--json").stdout)
+    assert {row["name"]: row["value"] for row in rows}["engine_args"] == {"when": "1979-05-27"}
+
+
 def test_a_question_without_passages_is_not_answered(run: Run, store: Path) -> None:
     empty = run("query", "Who?", "--store", store, "--namespace", "other")
     assert "nothing to answer from" in empty.stderr

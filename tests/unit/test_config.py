@@ -163,6 +163,12 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         ({"store": 5}, "a path"),
         ({"store": ""}, "not an empty one"),
         ({"namespace": "tenant \ud800"}, "lone surrogate"),
+        ({"preamble": "Be \ud800"}, "lone surrogate"),
+        ({"chunk_size": 1 << 80}, "16777216 at most"),
+        ({"block_size": 10**30}, "16777216 at most"),
+        ({"kv_cache_bytes": 1 << 80}, "at most"),
+        ({"kv_disk_bytes": f"{'9' * 400}GiB"}, "a number of bytes"),
+        ({"temperature": 10**400}, "a number"),
         ({"chunk_size": True}, "a whole number"),
         ({"engine_args": {"dtype": "bfloat16"}}, "Set dtype instead"),
         ({"engine_args": {"kv_cache_memory_bytes": 1}}, "Set kv_cache_bytes instead"),
@@ -171,6 +177,11 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
 def test_a_setting_that_cannot_be_is_refused_when_built(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Config(**settings)  # type: ignore[arg-type]
+
+
+def test_a_store_that_is_no_path_is_refused_before_its_file_is_looked_for() -> None:
+    with pytest.raises(ConfigError, match="a path"):
+        Config.load(env={}, store=5)
 
 
 def test_an_unknown_argument_names_the_nearest_setting() -> None:
@@ -195,6 +206,10 @@ def test_a_file_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
         Config.load(tmp_path / "absent.toml", env={})
     with pytest.raises(ConfigError, match="not a TOML file"):
         Config.load(write(tmp_path, "model = \n"), env={})
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        Config.load(write(tmp_path, f"model = {'[' * 10_000}{']' * 10_000}\n"), env={})
+    with pytest.raises(ConfigError, match="not text"):
+        Config.load(5, env={})  # type: ignore[arg-type]
     (tmp_path / "lazyrag.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a TOML file"):
         Config.load(tmp_path / "lazyrag.toml", env={})

@@ -52,6 +52,13 @@ class KV(str, Enum):
     none = "none"
 
 
+class What(str, Enum):
+    """What `bench` is to find out."""
+
+    run = "run"
+    profile = "profile"
+
+
 app = typer.Typer(
     help="RAG without the waiting: documents in, answers out, every chunk's KV computed once and reused.",
     no_args_is_help=True,
@@ -496,6 +503,61 @@ def doctor(
         reply([asdict(row) for row in rows], True, list)
     if any(row.status == "fail" for row in rows):
         raise typer.Exit(FAILED)
+
+
+# ---------------------------------------------------------------- speed
+
+
+@app.command()
+@guarded
+def bench(
+    what: Annotated[What, typer.Argument(help="Figures, or where a hot request's milliseconds go.")] = What.run,
+    shape: Annotated[
+        str, typer.Option("--shape", help="llama-8b (for a GPU) or tiny; chooses the workloads, too.")
+    ] = "llama-8b",
+    model: Annotated[Path | None, typer.Option("--model", help="Folder of a model with weights. [the shape's]")] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="NAMES", help="With commas, in order of weight. [all]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few repetitions, and no arrivals at chosen rates.")] = False,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13]")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin nothing after so long.")
+    ] = None,
+    kv_gb: Annotated[float | None, typer.Option("--kv-gb", help="KV pool of each of the two engines, in GB.")] = None,
+    memory_share: Annotated[
+        float, typer.Option("--memory-share", help="Part of the GPU's memory that must be free when an engine starts.")
+    ] = 0.2,
+    capture_sizes: Annotated[
+        str | None, typer.Option("--capture-sizes", metavar="SIZES", help="Batches with CUDA graphs, with commas.")
+    ] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Neither compile nor use CUDA graphs.")] = False,
+    engine_args: Annotated[
+        str | None, typer.Option("--engine-args", metavar="JSON", help="Arguments of vLLM for all engines.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here as it grows.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure LazyRAG against the same vLLM without it, after a check of the answers."""
+    from lazyrag.bench import report, run
+
+    options = run.options(
+        shape=shape,
+        model=model,
+        metrics=metrics,
+        quick=quick,
+        rounds=rounds,
+        limit_s=time_limit,
+        kv_gb=kv_gb,
+        memory_share=memory_share,
+        capture_sizes=capture_sizes,
+        eager=eager,
+        engine_args=engine_args,
+        out=out,
+        command=" ".join(["lazyrag", *sys.argv[1:]]),
+    )
+    result = run.profile(options, say) if what is What.profile else run.bench(options, say)
+    reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
 
 
 @config_app.command("show")

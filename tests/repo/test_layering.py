@@ -65,12 +65,20 @@ RANKS = (
 """A name with `.*` stands for everything below it that has no entry of its own."""
 
 ONLY_IMPORTED_BY = {
-    "vllm": ("lazyrag.backend.plugin", "lazyrag.backend.local", "lazyrag.backend.tiers.connector"),
+    # The benchmark's child is an engine in its own process, with and without the plugin.
+    "vllm": (
+        "lazyrag.backend.plugin",
+        "lazyrag.backend.local",
+        "lazyrag.backend.tiers.connector",
+        "lazyrag.bench.child",
+    ),
     "torch": (
         "lazyrag.backend.plugin",
         "lazyrag.backend.tiers.connector",
         "lazyrag.kernels",
         "lazyrag.retrievers.embed",
+        # The gate's model and reference are small Hugging Face models; the child names torch's version.
+        "lazyrag.bench",
     ),
     "triton": ("lazyrag.kernels",),
     "faiss": ("lazyrag.retrievers.vectors",),

@@ -1,0 +1,48 @@
+"""The systems compared. All run on the same vLLM; an arm is an engine and a way to have requests served by it.
+
+`materialize` (each use of a chunk copies its KV to blocks of the request's own, and turns K there) needs a worker and a
+scheduler of its own and is not among the arms that run; the simulation of hit ratios (hits.py) has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lazyrag.bench.workload import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the systems.
+
+    Attributes:
+        name: in reports.
+        engine: "stock" is vLLM that has loaded nothing of LazyRAG; "lazy" has its scheduler and worker.
+        about: one sentence for the report.
+        order: in which the arm sends a request's documents.
+        spans: documents are marked as reusable.
+        salted: every request under a salt of its own.
+    """
+
+    name: str
+    engine: Literal["stock", "lazy"]
+    about: str
+    order: Order = "fresh"
+    spans: bool = False
+    salted: bool = False
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("recompute", "stock", "vLLM finds nothing in its cache (every request has a salt of its own)", salted=True),
+        Arm("prefix", "stock", "vLLM's prefix caching, documents in the request's order"),
+        Arm("prefix-reorder", "stock", "the same, documents sorted so that prefixes recur", order="sorted"),
+        Arm("lazy", "lazy", "LazyRAG, documents in the request's order", spans=True),
+        Arm("perfect", "stock", "vLLM, everything in front of the question is one cached prefix", order="sorted"),
+        Arm("stock", "stock", "ordinary requests to vLLM", order="sorted"),
+        Arm("plugin", "lazy", "ordinary requests to an engine with LazyRAG's scheduler and worker", order="sorted"),
+    )
+}
+"""`perfect` is for workloads whose requests are all about the same documents: sorted, they are one prefix."""

@@ -1,0 +1,263 @@
+"""An engine in a process of its own, at the command of the process that measures.
+
+The engine core is in this process, too (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): no third process takes part, and a request
+costs no serialisation, in any arm. Between commands the process sleeps in `recv`.
+
+Commands are (name of a method of `Server`, arguments), answers ("ok", value) or ("error", exception).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lazyrag.backend import local, wire
+from lazyrag.backend.layout import Span
+from lazyrag.bench.profile import Profile
+from lazyrag.bench.workload import Prompt
+from lazyrag.errors import EngineError, LazyRAGError
+from lazyrag.types import HBM
+
+GAUGE_BLOCKS, GAUGE_BYTES = 1000, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How to start an engine.
+
+    Attributes:
+        lazy: with LazyRAG's scheduler and worker; else vLLM loads nothing of LazyRAG.
+        arguments: of vLLM's `LLM`, beyond what the device and LazyRAG ask for.
+        exact: in fp32 where that runs (on a CPU).
+        capture_sizes: batch sizes (tokens) that CUDA graphs are made for; none on a CPU; empty for vLLM's own choice.
+    """
+
+    lazy: bool
+    arguments: dict[str, Any]
+    exact: bool = False
+    capture_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one call of `generate` took and found.
+
+    Attributes:
+        ms: wall time of the call.
+        gauge_ms: of a fixed piece of work right before it: how fast the CPU was.
+        found: for each prompt, tokens that were in the cache; of a lazy request, those of whole resident segments.
+    """
+
+    ms: float
+    gauge_ms: float
+    found: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a stream of requests met.
+
+    Attributes:
+        ttft_ms: of each request, from its arrival to its first token.
+        total_s: from the start to the last token of all.
+        gauge_ms: as in `Timed`.
+    """
+
+    ttft_ms: tuple[float, ...]
+    total_s: float
+    gauge_ms: float
+
+
+def main(connection: Connection, spec: Spec) -> None:
+    """Start the engine, then serve commands until the other side hangs up."""
+    os.dup2(2, 1)  # stdout is for the answers of the command line
+    try:
+        server = Server(spec)
+        connection.send(("ok", server.facts()))
+    except Exception as error:
+        connection.send(("error", _sendable(error)))
+        return
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("ok", getattr(server, name)(**arguments)))
+        except Exception as error:
+            connection.send(("error", _sendable(error)))
+
+
+def gauge() -> float:
+    """Milliseconds for a fixed number of hashes."""
+    block = bytes(GAUGE_BYTES)
+    start = time.perf_counter()
+    for _ in range(GAUGE_BLOCKS):
+        sha256(block).digest()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _sendable(error: Exception) -> LazyRAGError:
+    if isinstance(error, LazyRAGError):
+        return error
+    return EngineError("An engine that is measured failed:", why=f"{type(error).__name__}: {error}")
+
+
+class Server:
+    """The engine, and what can be asked of it."""
+
+    def __init__(self, spec: Spec) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_PLUGINS"] = "lazyrag" if spec.lazy else ""
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        local.prepare_process()
+        wanted: dict[str, Any] = {"block_size": None, "kv_cache_memory_bytes": None, **spec.arguments}
+        of_device = local.device_arguments(wanted)
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        arguments: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "seed": 0,
+            **{name: value for name, value in wanted.items() if value is not None},
+            **of_device,
+        }
+        if current_platform.is_cpu() and spec.exact:
+            arguments["dtype"] = "float32"
+        if current_platform.is_cuda():
+            arguments["attention_backend"] = "FLASH_ATTN"  # in every engine, by name
+            if spec.capture_sizes and not arguments.get("enforce_eager"):
+                compilation = {"cudagraph_capture_sizes": list(spec.capture_sizes)}
+                arguments["compilation_config"] = compilation | dict(arguments.get("compilation_config") or {})
+        if spec.lazy:
+            arguments |= local.plugin_arguments("lazy", False)
+        self._arguments = arguments
+        self._llm = LLM(**arguments)
+        self._profile: Profile | None = None
+        self._num_served = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What the figures belong to: device, versions, the engine's arguments, its KV pool."""
+        import torch
+        import vllm
+        from vllm.platforms import current_platform
+
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "device": current_platform.get_device_name(),
+            "cuda": torch.version.cuda,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "block_size": config.cache_config.block_size,
+            "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            "arguments": {name: value for name, value in self._arguments.items() if name != "model"},
+        }
+
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> Timed:
+        """Serve requests that are sent together; none other runs.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        inputs, params = [_input(prompt) for prompt in prompts], [_params(p, max_tokens) for p in prompts]
+        speed = gauge()
+        start = time.perf_counter()
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        ms = (time.perf_counter() - start) * 1e3
+        found = tuple(_found(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
+        return Timed(ms, speed, found)
+
+    def profile(self, prompts: Sequence[Prompt]) -> list[dict[str, float]]:
+        """Serve requests one after another; for each, milliseconds by part."""
+        self._profile = self._profile or Profile(self._llm)
+        found = []
+        for prompt in prompts:
+            self._profile.start()
+            found.append(self._profile.parts(self.generate([prompt], 1).ms))
+        return found
+
+    def answers(self, prompts: Sequence[Prompt], max_tokens: int, logprobs: int) -> list[Any]:
+        """For each prompt, its greedy tokens and for each of them {token: log-probability} of the likeliest."""
+        params = [_params(prompt, max_tokens, logprobs) for prompt in prompts]
+        outputs = self._llm.generate([_input(prompt) for prompt in prompts], params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            _found(prompt, output)
+        answers = [output.outputs[0] for output in outputs]
+        return [
+            (list(a.token_ids), [{token: p.logprob for token, p in step.items()} for step in a.logprobs])
+            for a in answers
+        ]
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._llm.reset_prefix_cache()
+
+    def serve(self, prompts: Sequence[Prompt], arrivals: Sequence[float], max_tokens: int) -> Served:
+        """Serve a stream: request i is sent `arrivals[i]` seconds after the start, or when the step then ends.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        engine = self._llm.llm_engine
+        inputs = [_input(prompt) for prompt in prompts]
+        params = [_params(prompt, max_tokens, stream=True) for prompt in prompts]
+        first: dict[str, float] = {}
+        speed, sent = gauge(), 0
+        ids = [f"served-{self._num_served + i}" for i in range(len(prompts))]
+        self._num_served += len(ids)
+        start = time.perf_counter()
+        while sent < len(prompts) or engine.has_unfinished_requests():
+            now = time.perf_counter() - start
+            while sent < len(prompts) and arrivals[sent] <= now:
+                engine.add_request(ids[sent], inputs[sent], params[sent])
+                sent += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, arrivals[sent] - (time.perf_counter() - start)))
+                continue
+            for output in engine.step():
+                if error := wire.error_from_params(output.kv_transfer_params):
+                    raise error
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, time.perf_counter() - start)
+        total = time.perf_counter() - start
+        waits = (first[name] - arrival for name, arrival in zip(ids, arrivals, strict=True))
+        return Served(tuple(wait * 1e3 for wait in waits), total, speed)
+
+
+def _input(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt.token_ids} | ({"cache_salt": prompt.salt} if prompt.salt else {})
+
+
+def _params(prompt: Prompt, max_tokens: int, logprobs: int | None = None, stream: bool = False) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        extra_args=wire.spans_to_args([Span(*span) for span in prompt.spans]) or None,
+    )
+
+
+def _found(prompt: Prompt, output: Any) -> int:
+    """Cached tokens of a request that is done, of the logical prompt."""
+    if error := wire.error_from_params(output.kv_transfer_params):
+        raise error
+    report = wire.report_from_params(output.kv_transfer_params)
+    if report is None:
+        return int(output.num_cached_tokens or 0)
+    sizes = (num_tokens for _, num_tokens in prompt.spans)
+    return sum(size for size, source in zip(sizes, report["sources"], strict=True) if source == HBM)

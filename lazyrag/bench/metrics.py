@@ -111,7 +111,11 @@ def _pooled(zipfs: Sequence[float], *, pool: int, tokens: int, arrivals: int) ->
 def _llama_8b() -> dict[str, list[Case]]:
     hot = [Workload(documents=n, tokens=size) for n, size in ((10, 512), (10, 2048), (5, 8192))]
     decode = [_decode(10, 2048, batch, 64) for batch in (1, 8, 32, 64)]
-    decode += [_decode(10, 2048, 8, 64, shared=False), *(_decode(10, 512, n, 64, shared=False) for n in (32, 64))]
+    decode += [
+        _decode(10, 2048, 8, 64, shared=False),
+        _decode(10, 512, 32, 64, shared=False),
+        _decode(10, 256, 64, 64, shared=False),
+    ]
     table11 = Workload(documents=5, tokens=8192, pool=16, batch=32, output=8, kv_bytes=10 * 10**9)
     return {
         **_cases(hot, decode, chunks=64, chunk=512),

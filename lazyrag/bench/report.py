@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lazyrag.bench import hits
 from lazyrag.bench.gate import Check
 from lazyrag.bench.metrics import METRICS
 from lazyrag.bench.samples import Summary
@@ -150,9 +151,12 @@ def tables(result: Result) -> list[str]:
     """Everything as lines of Markdown."""
     lines = []
     for metric in dict.fromkeys(row.metric for row in result.rows):
-        lines += [f"{metric}: {METRICS[metric].about}", ""]
         found = [row for row in result.rows if row.metric == metric]
-        lines += [*table([cells(row) for row in found], HEAD), ""]
+        main = METRICS[metric].compare[0][0]
+        head = ("workload", "arm", "median", "min", "max", "n", "unit", f"{main} / it", "CPU gauge ms")
+        lines += [f"{metric}: {METRICS[metric].about}", ""]
+        lines += [*table(arm_lines(found), head), ""]
+        lines += [hits.__doc__ or "", ""] if metric == "hit_ratio" else []
     if result.profile:
         lines += [*profile_table(result.profile), ""]
     if result.skipped:
@@ -160,16 +164,16 @@ def tables(result: Result) -> list[str]:
     return lines
 
 
-HEAD = ("workload", "arm", "median", "min", "max", "n", "unit", "baseline", "ratio", "CPU gauge ms")
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table."""
-    figures = (number(row.value), number(row.min), number(row.max), str(row.n))
-    ratio = "-" if row.ratio is None or row.arm == row.baseline else f"{row.ratio:.3f}"
-    gauge = "-" if row.gauge_ms is None else f"{row.gauge_ms:.2f}"
-    baseline = "-" if row.arm == row.baseline else row.baseline
-    return (row.workload, row.arm, *figures, row.unit, baseline, ratio, gauge)
+def arm_lines(found: Sequence[Row]) -> list[tuple[str, ...]]:
+    """One line for each arm of each workload, with the ratio of what is compared with it."""
+    ratios = {(row.workload, row.baseline): row.ratio for row in found if row.arm != row.baseline}
+    once = {(row.workload, row.arm): row for row in found}
+    lines = []
+    for place, row in once.items():
+        figures = (number(row.value), number(row.min), number(row.max), str(row.n), row.unit)
+        ratio, gauge = ratios.get(place), row.gauge_ms
+        lines.append((*place, *figures, *("-" if x is None else f"{x:.3f}" for x in (ratio, gauge))))
+    return lines
 
 
 def number(value: float) -> str:

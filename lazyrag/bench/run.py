@@ -16,7 +16,7 @@ from lazyrag.bench import gate, hits, report
 from lazyrag.bench.arms import ARMS
 from lazyrag.bench.child import Spec
 from lazyrag.bench.engines import EngineProcess, engines
-from lazyrag.bench.measure import WARM_UP, Batch, Bench, NotResidentError
+from lazyrag.bench.measure import WARM_UP, Batch, Bench, NotMeasuredError
 from lazyrag.bench.metrics import CASES, METRICS, Case, Metric, metrics
 from lazyrag.bench.report import Result
 from lazyrag.bench.samples import Deadline, Summary
@@ -147,15 +147,17 @@ def profile(options: Options, tell: Callable[[str], None]) -> Result:
     result = Result(report.machine(), options.command)
     with _running(options, options.kv_bytes, result, tell) as (model, running):
         for _, workload in CASES[options.shape]["ttft_hot"]:
-            for name in ("perfect", "lazy"):
-                batch, prompts = Batch(workload, model.vocabulary), []
-                for _ in range(WARM_UP + options.rounds):
-                    batch.draw()
-                    prompts += batch.prompts(ARMS[name])
-                parts = running[ARMS[name].engine].call("profile", prompts=prompts)[WARM_UP:]
-                result.profile[f"{name} {workload.name}"] = {
-                    part: median(of_one[part] for of_one in parts) for part in parts[0]
-                }
+            batch = Batch(workload, model.vocabulary)
+            found: dict[str, list[dict[str, float]]] = {"perfect": [], "lazy": []}
+            for _ in range(WARM_UP + options.rounds):
+                batch.draw()
+                for name, parts in found.items():
+                    (prompt,) = batch.prompts(ARMS[name])
+                    parts.append(running[ARMS[name].engine].call("profile", prompt=prompt))
+            for name, parts in found.items():
+                hot = parts[WARM_UP:]
+                medians = {part: median(of_one[part] for of_one in hot) for part in hot[0]}
+                result.profile[f"{name} {workload.name}"] = medians
             _save(result, options)
     return result
 
@@ -261,7 +263,7 @@ def _measure(
         if not unfit:
             try:
                 readings = bench.read(metric, case)
-            except NotResidentError as error:
+            except NotMeasuredError as error:
                 unfit = str(error)
         if unfit:
             result.skipped.append((metric.name, workload.name, unfit))
@@ -273,8 +275,8 @@ def _measure(
                 rows = report.rows(name, workload.name, unit, METRICS[name].compare, summaries)
                 if name in options.metrics:
                     result.rows += rows
-                    for row in rows:
-                        tell(" | ".join((name, *report.cells(row))))
+                    for line in report.arm_lines(rows):
+                        tell(" | ".join((name, *line)))
                 done.add((name, workload.name))
         _save(result, options)
 

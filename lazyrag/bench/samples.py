@@ -100,14 +100,13 @@ def take_turns(
     return readings
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of 100 of them do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(1, math.ceil(percent / 100 * len(ordered))) - 1]
+def rank(count: int, percent: float) -> int:
+    """The place of a percentile among `count` ascending values, the first being 1 (nearest rank)."""
+    return max(1, math.ceil(percent / 100 * count))
 
 
 def highest_rate(
-    passes: Callable[[float], bool], *, start: float = 1.0, low: float = 1 / 16, high: float = 256.0, steps: int = 4
+    passes: Callable[[float], bool], *, start: float = 1.0, low: float = 1 / 16, high: float = 256.0, steps: int = 3
 ) -> float:
     """The highest rate found that passes, on the assumption that those below it pass, too.
 

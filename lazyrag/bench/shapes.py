@@ -115,6 +115,8 @@ def read_model(folder: Path, *, dummy: bool) -> Model:
 def _save_tiny(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of this process, from here on
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY)).float().save_pretrained(folder)

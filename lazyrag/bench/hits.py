@@ -4,6 +4,9 @@ The hit ratio is, over all requests behind a warm-up, document tokens whose KV w
 arrived, divided by document tokens asked for. Requests come one by one; what the running request holds while it runs is
 not counted against the budget, what stays in the pool behind it is.
 
+A pool of 1 GB holds less than one request of 5x2048 tokens of an 8B model: there, what counts is which part of the last
+request stays, and sorting by popularity keeps the best one.
+
 vLLM's rule is simulated at the granularity of its blocks. A request's blocks are freed last one first, so they are
 evicted from the prompt's end; a block is found only if all blocks in front of it, in its chain, are. The question's
 blocks are never asked for again but take their room all the same. Rules differ in what a chain is:
@@ -51,8 +54,8 @@ class Trace:
     documents: int = 5
     skew: float = 0.0
     question: int = 64
-    warm_up: int = 500
-    requests: int = 2000
+    warm_up: int = 1000
+    requests: int = 10_000
     seed: int = 0
 
     @property

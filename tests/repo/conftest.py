@@ -28,7 +28,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def modules() -> dict[str, Path]:
     """Import name -> file, for every module that the wheel must hold."""
-    paths = list((ROOT / "lazyrag").glob("*.py"))
+    paths = [*(ROOT / "lazyrag").glob("*.py"), *(ROOT / "lazyrag" / "bench").rglob("*.py")]
     for folder in FOLDERS:
         paths += (ROOT / folder).rglob("*.py")
     return {_module_name(path): path for path in sorted(paths)}

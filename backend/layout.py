@@ -141,43 +141,86 @@ def lay_out(
     Raises:
         InputError: spans that overlap, are empty or reach the end; an offset that is no multiple of the block size.
     """
-    segments: list[LaidSegment] = []
-    head: list[int] = []
+    check_spans(spans, prefix_len, len(token_ids))
+    literals, contents = take_apart(token_ids, spans, prefix_len)
+    return lay_out_parts(literals, spans, contents, prefix_len=prefix_len, block_size=block_size, pad=pad)
+
+
+def take_apart(token_ids: Sequence[int], spans: Sequence[Span], prefix_len: int) -> tuple[list[int], list[list[int]]]:
+    """A logical prompt as its literal tokens and the tokens of each segment, the preamble's first."""
     literals: list[int] = []
-    position = reusable = 0
-    runs = [(Span(0, prefix_len), False)] if prefix_len else []
-    runs += [(span, bool(prefix_len)) for span in spans]
-    for span, behind_prefix in runs:
+    contents = [list(token_ids[:prefix_len])] if prefix_len else []
+    position = prefix_len
+    for span in spans:
         end = span.start + span.num_tokens
-        if span.num_tokens <= 0 or span.start < position or end >= len(token_ids):
+        literals += token_ids[position : span.start]
+        contents.append(list(token_ids[span.start : end]))
+        position = end
+    literals += token_ids[position:]
+    return literals, contents
+
+
+def check_spans(spans: Sequence[Span], prefix_len: int, num_tokens: int) -> None:
+    """Segments of a prompt of `num_tokens` are ordered, disjoint, not empty, and end before its last token.
+
+    Raises:
+        InputError: they are not.
+    """
+    position = 0
+    for start, length in [(0, prefix_len)] * bool(prefix_len) + [(s.start, s.num_tokens) for s in spans]:
+        end = start + length
+        if length <= 0 or start < position or end >= num_tokens:
             raise InputError(
-                f"Segment [{span.start}, {end}) of a prompt of {len(token_ids)} tokens cannot be reused:",
+                f"Segment [{start}, {end}) of a prompt of {num_tokens} tokens cannot be reused:",
                 why="segments must be ordered, disjoint, not empty, and end before the prompt's last token.",
             )
+        position = end
+
+
+def lay_out_parts(
+    literals: Sequence[int],
+    spans: Sequence[Span],
+    contents: Sequence[Sequence[int]],
+    *,
+    prefix_len: int,
+    block_size: int,
+    pad: int,
+) -> tuple[Layout, list[int]]:
+    """Lay out a logical prompt that is given in parts (`take_apart`); otherwise as `lay_out`."""
+    num_tokens = len(literals) + sum(map(len, contents))
+    check_spans(spans, prefix_len, num_tokens)
+    runs = [(Span(0, prefix_len), False)] if prefix_len else []
+    runs += [(span, bool(prefix_len)) for span in spans]
+    if [span.num_tokens for span, _ in runs] != [len(content) for content in contents]:
+        raise InputError("The lengths of the segments' tokens are not those of the spans.")
+    segments: list[LaidSegment] = []
+    head: list[int] = []
+    position = reusable = 0
+    for (span, behind_prefix), content in zip(runs, contents, strict=True):
         if span.offset < 0 or span.offset % block_size or span.start - span.offset < position:
             raise InputError(
                 f"Segment at token {span.start} has offset {span.offset}:",
                 why=f"it must be a multiple of the block size ({block_size}), with the chunk's head in front of it.",
             )
-        literals += token_ids[position : span.start]
         base = span.offset + (prefix_len if behind_prefix else 0)
         segments.append(
             LaidSegment(
                 first_block=len(head) // block_size,
                 num_blocks=-(-span.num_tokens // block_size),
                 num_tokens=span.num_tokens,
-                visible_from=len(literals),
-                shift=len(literals) + reusable - base,
+                visible_from=span.start - reusable,
+                shift=span.start - base,
                 offset=span.offset,
                 behind_prefix=behind_prefix,
             )
         )
-        head += token_ids[span.start : end]
+        head += content
         head += [pad] * (-span.num_tokens % block_size)
         reusable += span.num_tokens
-        position = end
-    literals += token_ids[position:]
-    return Layout(block_size, tuple(segments), len(head) // block_size), head + literals
+        position = span.start + span.num_tokens
+    layout = Layout(block_size, tuple(segments), len(head) // block_size)
+    head += literals
+    return layout, head
 
 
 def num_visible(layout: Layout, j: int) -> int:

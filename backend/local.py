@@ -24,9 +24,10 @@ from pydantic import ValidationError
 
 from lazyrag import errors
 from lazyrag.backend import wire
+from lazyrag.backend.contents import Sender
 from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request, Sampling
 from lazyrag.backend.fingerprint import model_fingerprint
-from lazyrag.backend.layout import Span
+from lazyrag.backend.layout import Span, check_spans, take_apart
 from lazyrag.backend.tiers.disk import DiskTier
 from lazyrag.errors import (
     ConfigError,
@@ -104,6 +105,7 @@ class LocalEngine:
         self._engine_args = dict(engine_args or {})
         self._counters: Counter[str] = Counter()
         self._ids = itertools.count()
+        self._sender = Sender()
         self._closed = False
         # A request is either handed to the loop before `close` looks for what is in flight, or refused.
         self._closing = threading.Lock()
@@ -227,10 +229,17 @@ class LocalEngine:
 
     async def _generate(self, request: Request, deliver: Deliver, started: float) -> None:
         check_length(request, self._info.max_model_len)
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        try:
+            await self._attempt(request, deliver, started, send_everything=False)
+        except errors.UnknownContentError:
+            await self._attempt(request, deliver, started, send_everything=True)
+
+    async def _attempt(self, request: Request, deliver: Deliver, started: float, *, send_everything: bool) -> None:
+        token_ids, extra = self._in_parts(request, send_everything=send_everything)
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         if request.namespace:
             prompt["cache_salt"] = request.namespace
-        params = sampling_params(request, lazy=self._mode != "exact")
+        params = sampling_params(request, extra)
         ttft = None
         request_id = f"lazyrag-request-{next(self._ids)}"
         async with aclosing(self._llm.generate(prompt, params, request_id=request_id)) as outputs:
@@ -249,6 +258,20 @@ class LocalEngine:
                 reuse = reuse_of(request, report, output.num_cached_tokens or 0)
                 self._count(reuse)
                 deliver(delta(completion, reuse=reuse, ttft_s=ttft))
+
+    def _in_parts(self, request: Request, *, send_everything: bool) -> tuple[list[int], dict[str, Any]]:
+        """The tokens that vLLM is given, and what makes the request a lazy one."""
+        if self._mode == "exact" or not (request.segments or request.prefix_len):
+            return list(request.token_ids), {}
+        spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
+        check_spans(spans, request.prefix_len, len(request.token_ids))
+        literals, contents = take_apart(request.token_ids, spans, request.prefix_len)
+        identities: list[object] = [(segment.chunk_id, segment.offset) for segment in request.segments]
+        if request.prefix_len:
+            identities.insert(0, "preamble")
+        runs = list(zip(identities, contents, strict=True))
+        names, sent = self._sender.names(runs, everything=send_everything)
+        return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent))
 
     def _count(self, reuse: Reuse) -> None:
         self._counters.update(
@@ -295,15 +318,24 @@ def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
     """What makes a vLLM engine a LazyRAG engine."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        raise errors.UnsupportedError(
-            "Reuse of chunks runs on the CPU platform only in this version.", fix='Use mode="exact" on this machine.'
-        )
-    return {
-        "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
-        "worker_cls": f"{PLUGIN}.worker_cpu.LazyCPUWorker",
-        "additional_config": {wire.REPORT: {"mode": mode, "debug": debug}},
-    }
+    own = {"additional_config": {wire.REPORT: {"mode": mode, "debug": debug}}}
+    if current_platform.is_cpu():
+        return own | {
+            "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
+            "worker_cls": f"{PLUGIN}.worker_cpu.LazyCPUWorker",
+        }
+    if current_platform.is_cuda():
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        return own | {
+            "scheduler_cls": f"{PLUGIN}.scheduler.LazyAsyncScheduler",
+            "worker_cls": f"{PLUGIN}.worker_cuda.LazyCUDAWorker",
+            "attention_backend": "FLASH_ATTN",
+            "async_scheduling": True,
+        }
+    raise errors.UnsupportedError(
+        f"Reuse of chunks runs on CPUs and on NVIDIA GPUs, not on {current_platform.device_name}.",
+        fix='Use mode="exact" on this machine.',
+    )
 
 
 def with_own_config(engine_args: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,14 +425,12 @@ def check_length(request: Request, max_model_len: int) -> None:
         )
 
 
-def sampling_params(request: Request, *, lazy: bool) -> Any:
-    """A request's settings as vLLM's SamplingParams."""
+def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
+    """A request's settings as vLLM's SamplingParams, with these `extra_args`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling: Sampling = request.sampling
-    spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
-    extra = wire.spans_to_args(spans, request.prefix_len) if lazy else {}
     schema = sampling.json_schema
     try:
         return SamplingParams(
@@ -414,7 +444,7 @@ def sampling_params(request: Request, *, lazy: bool) -> Any:
             ignore_eos=sampling.ignore_eos,
             structured_outputs=StructuredOutputsParams(json=dict(schema)) if schema is not None else None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra or None,
+            extra_args=dict(extra) or None,
         )
     except ValueError as error:
         raise RequestError("A sampling setting is not valid:", why=explanation(error)) from error

@@ -4,37 +4,45 @@ Client -> scheduler (`SamplingParams.extra_args`; fits vLLM's HTTP `vllm_xargs`,
     lazyrag_version  WIRE_VERSION
     lazyrag_spans    [start, num_tokens, offset, start, num_tokens, offset, ...]   over the logical prompt
     lazyrag_prefix   number of tokens of the shared preamble (mode lazy-prefix), 0 or absent otherwise
+    lazyrag_names    [name, ...] of the tokens of the preamble, if there is one, and of each span (contents.py). The
+                     request's own tokens are then the literal ones only. Absent: they are all of the logical prompt
+    lazyrag_contents {name: packed tokens} of those that the engine may not know
 
 Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write it, a client's is dropped):
     lazyrag_layout   {"suffix_block": int,
                       "segments": [[first_block, num_blocks, num_tokens, visible_from, shift], ...]}
 
 Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a client's is dropped):
-    lazyrag_child    {"key": str, "first_token": int, "num_tokens": int}: `hashing.chunk_key`, and which tokens of the
-                     child's prompt are the chunk's; what follows them are pads and one dummy token
+    lazyrag_child    {"key": str, "first_token": int, "num_tokens": int, "may_load": bool}: `hashing.chunk_key`, which
+                     tokens of the child's prompt are the chunk's (what follows them are pads), and whether it may be
+                     loaded; it is saved in any case
 
 Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
     {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "preamble": one of the same or "",
                  "cached_suffix_tokens": int, "children_computed": int, "children_loaded": int}}
-    `sources` has one entry for each span; `preamble` is the shared preamble's, empty if there is none. Children are
-    counted for the request that asked first, so that the sum over requests is their number.
+    `sources` has one entry for each span; `preamble` is the shared preamble's, empty if there is none. A chunk that
+    requests in flight share was loaded or computed for the one that asked first, and so are children counted: the sum
+    over requests is their number. To the others it is "hbm", as it is to those that come later.
     {"lazyrag": {"error": name of a class in `lazyrag.errors`, "message": str}}   with finish_reason "error"
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from lazyrag import errors
 from lazyrag.backend.layout import Layout, Span
 from lazyrag.errors import InputError, LazyRAGError, RequestError
 
-WIRE_VERSION = 1
-VERSION, SPANS, PREFIX, LAYOUT, CHILD, REPORT = (
+WIRE_VERSION = 2
+VERSION, SPANS, PREFIX, NAMES, CONTENTS, LAYOUT, CHILD, REPORT = (
     "lazyrag_version",
     "lazyrag_spans",
     "lazyrag_prefix",
+    "lazyrag_names",
+    "lazyrag_contents",
     "lazyrag_layout",
     "lazyrag_child",
     "lazyrag",
@@ -55,6 +63,7 @@ class WireChild(TypedDict):
     key: str
     first_token: int
     num_tokens: int
+    may_load: bool
 
 
 class WireReport(TypedDict):
@@ -65,22 +74,44 @@ class WireReport(TypedDict):
     children_loaded: int
 
 
-def spans_to_args(spans: Sequence[Span], prefix_len: int = 0) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class WireRequest:
+    """What a client asks for; see the module docstring.
+
+    Attributes:
+        names: None if the request's own tokens are the whole logical prompt.
+    """
+
+    spans: Sequence[Span] = ()
+    prefix_len: int = 0
+    names: Sequence[str] | None = None
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def request_to_args(request: WireRequest) -> dict[str, Any]:
     """The `extra_args` of a lazy request; empty for an ordinary one."""
-    if not spans and not prefix_len:
+    if not request.spans and not request.prefix_len:
         return {}
-    flat = [number for span in spans for number in (span.start, span.num_tokens, span.offset)]
-    return {VERSION: WIRE_VERSION, SPANS: flat, PREFIX: prefix_len}
+    flat = [number for span in request.spans for number in (span.start, span.num_tokens, span.offset)]
+    args: dict[str, Any] = {VERSION: WIRE_VERSION, SPANS: flat, PREFIX: request.prefix_len}
+    if request.names is not None:
+        args |= {NAMES: list(request.names), CONTENTS: dict(request.contents)}
+    return args
 
 
-def spans_from_args(args: Mapping[str, Any]) -> tuple[list[Span], int]:
+def spans_to_args(spans: Sequence[Span], prefix_len: int = 0) -> dict[str, Any]:
+    """The `extra_args` of a request whose own tokens are the whole logical prompt."""
+    return request_to_args(WireRequest(spans, prefix_len))
+
+
+def request_from_args(args: Mapping[str, Any]) -> WireRequest:
     """Read and check what a client sent.
 
     Raises:
         InputError: another wire version, or values of the wrong shape.
     """
-    if SPANS not in args and PREFIX not in args:
-        return [], 0
+    if not {SPANS, PREFIX, NAMES, CONTENTS} & args.keys():
+        return WireRequest()
     if args.get(VERSION) != WIRE_VERSION:
         raise InputError(
             f"The request speaks LazyRAG wire version {args.get(VERSION)!r}, this engine speaks {WIRE_VERSION}.",
@@ -90,7 +121,17 @@ def spans_from_args(args: Mapping[str, Any]) -> tuple[list[Span], int]:
     numbers = [*flat, prefix_len] if isinstance(flat, (list, tuple)) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(flat) % 3:
         raise InputError(f"{SPANS} must be a flat list of (start, num_tokens, offset) and {PREFIX} an int, all >= 0.")
-    return [Span(*flat[i : i + 3]) for i in range(0, len(flat), 3)], prefix_len
+    spans = [Span(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+    names, contents = args.get(NAMES), args.get(CONTENTS) or {}
+    if names is not None and (
+        not isinstance(names, (list, tuple))
+        or not all(isinstance(name, str) for name in names)
+        or len(names) != len(spans) + bool(prefix_len)
+    ):
+        raise InputError(f"{NAMES} must have a name for the preamble, if there is one, and one for each span.")
+    if not isinstance(contents, Mapping) or not all(isinstance(data, bytes) for data in contents.values()):
+        raise InputError(f"{CONTENTS} must map names to packed tokens.")
+    return WireRequest(spans, prefix_len, names, contents)
 
 
 def layout_to_wire(layout: Layout) -> WireLayout:
@@ -104,6 +145,11 @@ def layout_to_wire(layout: Layout) -> WireLayout:
 def strip_private(args: Mapping[str, Any]) -> dict[str, Any]:
     """`extra_args` without what only the scheduler may write."""
     return {key: value for key, value in args.items() if key not in (LAYOUT, CHILD)}
+
+
+def strip_sent(args: Mapping[str, Any]) -> dict[str, Any]:
+    """`extra_args` without what the scheduler has read and the worker has no use for."""
+    return {key: value for key, value in args.items() if key not in (SPANS, NAMES, CONTENTS)}
 
 
 def error_to_params(error: LazyRAGError) -> dict[str, Any]:

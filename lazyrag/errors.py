@@ -89,6 +89,10 @@ class ContextOverflowError(RequestError):
     """The prompt and the tokens to generate are longer than the model's context."""
 
 
+class UnknownContentError(RequestError):
+    """The engine does not know (any more) the tokens that a request names; it is to be sent again with them."""
+
+
 class CapacityError(RequestError):
     """The request does not fit into the KV pool, however long it waits."""
 

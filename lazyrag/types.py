@@ -182,7 +182,8 @@ class PromptPlan:
 # ---------------------------------------------------------------- answers (filled by the engine)
 
 HBM, DISK, COMPUTED = "hbm", "disk", "computed"
-"""Where a segment's KV came from: resident in the engine's pool, loaded from disk, or computed for this request."""
+"""Where a segment's KV came from: the engine's pool (there already, or on its way for an earlier request), loaded from
+disk for this request, or computed for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +192,8 @@ class Reuse:
 
     Attributes:
         prompt_tokens: tokens of the logical prompt, no padding.
-        reused_tokens: of these, tokens whose KV existed before the request came (chunk segments from `hbm` or `disk`,
-            and literal tokens that vLLM's own prefix cache held).
+        reused_tokens: of these, tokens that were not computed for it (chunk segments and preamble from `hbm` or
+            `disk`, and literal tokens that vLLM's own prefix cache held).
         sources: for each segment of the request, in prompt order, one of `HBM`, `DISK`, `COMPUTED`.
     """
 

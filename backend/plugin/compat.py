@@ -10,6 +10,7 @@ import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
@@ -82,3 +83,14 @@ def put_first(scheduler: Scheduler, request: Request) -> None:
     """Move a request that was just added to the head of what is looked at first (see `waiting_requests`)."""
     scheduler.waiting.remove_request(request)
     (getattr(scheduler, "skipped_waiting", None) or scheduler.waiting).prepend_request(request)
+
+
+def count_hits(manager: KVCacheManager, request: Request, num_hits: int) -> None:
+    """Count tokens found in the prefix cache, as 0.26 does where it finds them. 0.32 and 0.33 count in the scheduler.
+
+    Remove when: 0.26 is no longer supported.
+    """
+    if Gate is _Gate026 and manager.log_stats:
+        manager.prefix_cache_stats.record(
+            num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
+        )

@@ -23,12 +23,13 @@ class Budget:
     """The pool's free blocks, spoken for by waiting requests one after the other.
 
     Args:
-        free: blocks that can be allocated or evicted.
+        free: blocks that can be allocated or evicted, without those that what runs now still needs.
+        coming: hashes of the blocks that will be filled anyway.
     """
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, free: int, coming: Iterable[BlockHash] = ()) -> None:
         self.left = free
-        self._promised: set[BlockHash] = set()
+        self._promised = set(coming)
 
     def take(self, cached: Iterable[KVCacheBlock], missing: Iterable[BlockHash], others: int) -> bool:
         """Speak for what a request needs; False, and nothing taken, if it does not fit.
@@ -53,11 +54,6 @@ class Pins:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[str, list[KVCacheBlock]] = {}
-
-    def cached(self, hashes: Iterable[BlockHash]) -> list[KVCacheBlock | None]:
-        """For each hash the block that holds it, or None."""
-        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes)
-        return [blocks[0] if blocks else None for blocks in found]
 
     def hold(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin blocks for a request."""

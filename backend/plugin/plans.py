@@ -99,6 +99,7 @@ class Planner:
         rope: the model's.
         shape: of its attention, on this rank.
         device: the worker's.
+        gpu: what the device is.
         max_num_rows: requests in a step.
         max_num_tokens: tokens in a step.
         max_model_len: tokens of a request, pads included.
@@ -109,13 +110,13 @@ class Planner:
         rope: Rope,
         shape: dispatch.Shape,
         device: torch.device,
+        gpu: dispatch.Gpu,
         *,
         max_num_rows: int,
         max_num_tokens: int,
         max_model_len: int,
     ) -> None:
-        self._shape, self._device = shape, device
-        self._gpu = dispatch.Gpu.of(device)
+        self._shape, self._device, self._gpu = shape, device, gpu
         self._neox = rope.neox
         # A line for every shift that there can be: nothing to compute or send for a request.
         on_device = Rope(rope.inv_freq.to(device), rope.head_size, rope.neox)

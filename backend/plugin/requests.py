@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,17 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 from vllm.v1.request import Request
 
 from lazyrag.backend import wire
+from lazyrag.backend.contents import Contents, name_of, pack
 from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_hashes, chunk_key
-from lazyrag.backend.layout import LaidSegment, Layout, lay_out
-from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
+from lazyrag.backend.layout import LaidSegment, Layout, check_spans, lay_out_parts, take_apart
+from lazyrag.backend.plugin.chains import Chain, Chains
+from lazyrag.errors import (
+    CapacityError,
+    ContextOverflowError,
+    InputError,
+    RequestError,
+    UnknownContentError,
+)
 from lazyrag.types import COMPUTED, DISK, HBM
 
 if TYPE_CHECKING:
@@ -49,29 +57,25 @@ class LazyRequest:
 
     Attributes:
         request: vLLM's, rewritten to the physical prompt.
+        chains: the blocks of each segment.
         is_child: hidden from clients.
         num_preamble: 1 if segment 0 is the preamble, else 0.
-        resident: per segment, whether all its blocks were in the pool when the request arrived; set in `add_request`.
         children: segment index -> the child it last waited for; set by the scheduler.
-        asked: the children that were made for this request (not those shared with an earlier one).
+        asked: the children that were made for this request (not those shared with an earlier one), without those whose
+            load failed.
         cached_suffix_tokens: suffix tokens that the prefix cache held; set when the request is first scheduled.
         missing: indices of the segments that are not resident; set at the start of each step.
     """
 
     request: Request
     layout: Layout
+    chains: tuple[Chain, ...]
     is_child: bool = False
     num_preamble: int = 0
-    resident: tuple[bool, ...] = ()
     children: dict[int, Child] = field(default_factory=dict)
     asked: list[Child] = field(default_factory=list)
     cached_suffix_tokens: int | None = None
     missing: list[int] = field(default_factory=list)
-
-    def hashes_of(self, segment: LaidSegment) -> list[BlockHash]:
-        """The hashes of the segment's blocks."""
-        hashes: list[BlockHash] = self.request.block_hashes[segment.first_block : segment.end_block]
-        return hashes
 
     def report(self) -> wire.WireReport:
         """What the client is told (see `wire`)."""
@@ -86,9 +90,13 @@ class LazyRequest:
         }
 
     def _source(self, index: int) -> str:
+        """Of requests in flight with the same chunk, the one that asked for it has another source than the others.
+
+        So it makes no difference to the others whether they came just before or just after the chunk was resident.
+        """
         child = self.children.get(index)
-        if child is None:
-            return HBM if self.resident[index] else COMPUTED
+        if child is None or child not in self.asked:
+            return HBM
         return DISK if child.is_loaded else COMPUTED
 
 
@@ -99,18 +107,17 @@ class RequestMaker:
         vllm_config: the engine's.
         block_size: tokens a block.
         num_blocks: blocks in the pool that requests can use.
-        has_connector: chunks may be loaded and saved.
     """
 
-    def __init__(self, vllm_config: VllmConfig, *, block_size: int, num_blocks: int, has_connector: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, *, block_size: int, num_blocks: int) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._has_connector = has_connector
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._mode = engine_settings(vllm_config).mode
         self._pad = pad_token(vllm_config.model_config.hf_config)
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
+        self._chains, self._contents = Chains(), Contents()
         self._num_made = 0
         # Not to be guessed: a refused request is known by its id until its error is out.
         self._id_prefix = f"{wire.CHILD_PREFIX}{secrets.token_hex(8)}-"
@@ -131,8 +138,9 @@ class RequestMaker:
                 "The request's id is reserved for the engine:",
                 why=f"no client's id may start with {wire.CHILD_PREFIX}.",
             )
-        spans, prefix_len = wire.spans_from_args(args)
-        if not spans and not prefix_len:
+        asked = wire.request_from_args(args)
+        prefix_len = asked.prefix_len
+        if not asked.spans and not prefix_len:
             return None
         self._refuse_options(request)
         if prefix_len and self._mode != "lazy-prefix":
@@ -140,22 +148,27 @@ class RequestMaker:
                 f"The request has a preamble of {prefix_len} tokens, this engine runs in mode {self._mode}.",
                 fix="Start the engine with mode='lazy-prefix', or send no preamble.",
             )
-        layout, token_ids = lay_out(
-            request.prompt_token_ids, spans, prefix_len=prefix_len, block_size=self._block_size, pad=self._pad
+        literals, contents, names = self._parts(request.prompt_token_ids, asked)
+        layout, token_ids = lay_out_parts(
+            literals, asked.spans, contents, prefix_len=prefix_len, block_size=self._block_size, pad=self._pad
         )
         self._refuse_size(request, layout, len(token_ids))
-        self._apply(request, layout, token_ids)
-        return LazyRequest(request, layout, num_preamble=1 if prefix_len else 0)
+        chains = self._apply(request, layout, token_ids, names)
+        return LazyRequest(request, layout, chains, num_preamble=1 if prefix_len else 0)
+
+    def is_child(self, request_id: str) -> bool:
+        """Whether the request is a child, in flight or not."""
+        return request_id.startswith(self._id_prefix)
 
     def make_child(
-        self, parent: LazyRequest, index: int, *, use_connector: bool
+        self, parent: LazyRequest, index: int, *, may_load: bool
     ) -> tuple[Child, Request, LazyRequest | None]:
         """A child for one segment of a lazy request.
 
         Args:
             parent: whose segment is missing.
             index: the segment's.
-            use_connector: name the chunk to the KV connector, which then loads or saves it.
+            may_load: the KV connector, if there is one, may load the chunk; it saves what the child computes.
 
         Returns:
             its record, the request, and, if it is computed behind the preamble, its layout.
@@ -168,23 +181,22 @@ class RequestMaker:
         num_prefix, num_prefix_blocks = 0, 0
         if segment.behind_prefix:
             num_prefix, num_prefix_blocks = layout.segments[0].num_tokens, layout.segments[0].num_blocks
-        args: dict[str, Any] = {}
-        if use_connector:
-            args[wire.CHILD] = wire.WireChild(
-                key=chunk_key(
-                    tokens[:num_tokens], prefix=token_ids[:num_prefix], salt=stock.cache_salt, lora=_lora_name(stock)
-                ),
-                first_token=num_prefix_blocks * self._block_size,
-                num_tokens=num_tokens,
-            )
+        named = wire.WireChild(
+            key=chunk_key(
+                tokens[:num_tokens], prefix=token_ids[:num_prefix], salt=stock.cache_salt, lora=_lora_name(stock)
+            ),
+            first_token=num_prefix_blocks * self._block_size,
+            num_tokens=num_tokens,
+            may_load=may_load,
+        )
         prefix = token_ids[: num_prefix_blocks * self._block_size]
-        # vLLM computes at least the last token of a prompt: with one more, all the chunk's blocks can be loaded.
-        prompt = [*prefix, *tokens] + [self._pad] * self._has_connector
         all_hashes = [*stock.block_hashes[:num_prefix_blocks], *hashes]
         request = Request(
             request_id=f"{self._id_prefix}{self._num_made}",
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=args or None),
+            prompt_token_ids=[*prefix, *tokens],
+            sampling_params=SamplingParams(
+                max_tokens=1, temperature=0.0, detokenize=False, extra_args={wire.CHILD: named}
+            ),
             pooling_params=None,
             client_index=stock.client_index,
             arrival_time=stock.arrival_time,
@@ -199,22 +211,67 @@ class RequestMaker:
         if segment.behind_prefix:
             child_layout = Layout(self._block_size, layout.segments[:1], num_prefix_blocks)
             self._announce(request, child_layout)
-            lazy = LazyRequest(request, child_layout, is_child=True, num_preamble=1)
+            lazy = LazyRequest(request, child_layout, parent.chains[:1], is_child=True, num_preamble=1)
         return Child(request.request_id, hashes[-1], hashes, num_prefix_blocks), request, lazy
 
-    def _apply(self, request: Request, layout: Layout, token_ids: list[int]) -> None:
+    def _parts(
+        self, token_ids: Sequence[int], asked: wire.WireRequest
+    ) -> tuple[Sequence[int], Sequence[list[int]], Sequence[str]]:
+        """A client's prompt as literals, tokens of each segment, and their names."""
+        if asked.names is None:
+            check_spans(asked.spans, asked.prefix_len, len(token_ids))
+            literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
+            return literals, contents, [name_of(pack(content)) for content in contents]
+        try:
+            # All before any is looked up: the names of a request may be more than what is kept.
+            sent = dict(map(self._contents.add, asked.contents.values()))
+        except ValueError as error:
+            raise InputError("The tokens of a segment are not valid:", why=f"{error}.") from None
+        found = {name: sent.get(name) or self._contents.get(name) for name in asked.names}
+        contents = [tokens for name in asked.names if (tokens := found[name]) is not None]
+        if len(contents) < len(asked.names):
+            raise UnknownContentError(
+                f"The engine does not know the tokens of {len(asked.names) - len(contents)} segments.",
+                fix="Send the request again with them (lazyrag_contents).",
+            )
+        return token_ids, contents, asked.names
+
+    def _apply(self, request: Request, layout: Layout, token_ids: list[int], names: Sequence[str]) -> tuple[Chain, ...]:
         """Give a client's request its layout: physical prompt, hashes, and what the worker needs."""
         request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
         request._all_token_ids[:] = token_ids
         self._announce(request, layout)
         request.block_hashes.clear()
+        chains: list[Chain] = []
+        for segment, name in zip(layout.segments, names, strict=True):
+            chains.append(self._chain(request, layout, segment, name, chains))
+            request.block_hashes += chains[-1].hashes
         request._block_hasher = self._hasher(layout)
         request.update_block_hashes()
+        return tuple(chains)
+
+    def _chain(
+        self, request: Request, layout: Layout, segment: LaidSegment, name: str, before: Sequence[Chain]
+    ) -> Chain:
+        """The hashes of a segment's blocks; those of the segments in front of it are known."""
+        keys = self._keys(request)
+
+        def make() -> list[BlockHash]:
+            hashes = chunk_hashes(layout, segment, request._all_token_ids, request.block_hashes, keys, self._hash_block)
+            return hashes[segment.offset // self._block_size :]
+
+        if segment.offset:  # the chunk's head is in the literals, which have no name
+            return Chain(make())
+        preamble = None
+        if segment.behind_prefix:
+            first = layout.segments[0]
+            preamble = (before[0].hashes[-1], first.visible_from, first.num_tokens, first.shift)
+        return self._chains.get((name, segment.num_tokens, keys, preamble), make)
 
     def _announce(self, request: Request, layout: Layout) -> None:
         """Put a layout where the worker finds it. The client may use one SamplingParams for many requests: a copy."""
         params = copy(request.sampling_params)
-        params.extra_args = {**(params.extra_args or {}), wire.LAYOUT: wire.layout_to_wire(layout)}
+        params.extra_args = {**wire.strip_sent(params.extra_args or {}), wire.LAYOUT: wire.layout_to_wire(layout)}
         request.sampling_params = params
 
     def _keys(self, request: Request) -> ExtraKeys:
@@ -257,8 +314,8 @@ class RequestMaker:
                 fix="Send fewer or shorter chunks, or start the engine with a larger max_model_len.",
             )
         end = min(num_tokens + request.max_tokens, self._max_model_len)
-        # Children need no more: what a child has beyond its parent's segment (the chunk's head, a dummy token) is fewer
-        # than the parent's literals, which it computes afterwards.
+        # Children need no more: what a child has beyond its parent's segment (the chunk's head) is among the parent's
+        # literals, which it computes afterwards.
         need = -(-end // self._block_size)
         if need > self._num_blocks:
             raise CapacityError(

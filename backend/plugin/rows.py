@@ -60,6 +60,10 @@ class Rows(Generic[T]):
         """What was made of the layouts of this step's lazy requests."""
         return [self._layouts[request_id] for request_id in self._scheduled or ()]
 
+    def of_request(self, request_id: str) -> T | None:
+        """What was made of a request's layout; None for an ordinary one."""
+        return self._layouts.get(request_id)
+
     def of_batch(self, num_rows: int) -> Sequence[T | None]:
         """The layout of each row, None for ordinary requests.
 

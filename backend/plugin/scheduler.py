@@ -9,6 +9,12 @@ Three rules keep the cache clean:
  - a lazy request computes suffix tokens only (the gate, and `_allocate` as the fail-safe behind it);
  - what a connector loads stays without hashes, invisible to others, until the load has succeeded;
  - pins hold what is resident until the request runs (`pins`).
+
+And these keep the engine going:
+ - whoever waits holds no blocks: a child whose load has succeeded is done, it computes nothing;
+ - pins leave running requests and children what they need to go on;
+ - so when nothing runs and nothing is being loaded, only pins can be in the way: they are dropped for a step, and the
+   first in the queue has the whole pool.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from lazyrag.backend import wire
 from lazyrag.backend.plugin import checks, compat
 from lazyrag.backend.plugin.pins import Budget, Pins
 from lazyrag.backend.plugin.requests import Child, LazyRequest, RequestMaker, engine_settings
-from lazyrag.errors import CapacityError, LazyRAGError, RequestError
+from lazyrag.errors import CapacityError, LazyRAGError, RequestError, UnknownContentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -98,7 +104,6 @@ class LazyMixin(compat.Gate):
             vllm_config,
             block_size=block_size,
             num_blocks=self._pool.num_gpu_blocks - 1,  # one is vLLM's null block
-            has_connector=self.connector is not None,
         )
         self._counters = Counters()
         self._lazy: dict[str, LazyRequest] = {}
@@ -110,7 +115,7 @@ class LazyMixin(compat.Gate):
         self._failures: dict[str, LazyRAGError] = {}
         """By request id: accepted only to be answered with this error."""
         self._unloadable: set[BlockHash] = set()
-        """Chunks (last block) whose load failed: computed without the connector the next time."""
+        """Chunks (last block) whose load failed: computed the next time, and saved anew."""
         self._admitted: dict[str, LazyRequest] = {}
         """Clients' lazy requests that get children and pins in this step, oldest first; set by `_admit`."""
         self._closed = False
@@ -119,6 +124,8 @@ class LazyMixin(compat.Gate):
         self._refused_when_idle = False
         self._stock_allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate
+        self._stock_find = self.kv_cache_manager.get_computed_blocks
+        self.kv_cache_manager.get_computed_blocks = self._find
 
     # ---------------------------------------------------------------- vLLM's scheduler interface
 
@@ -143,8 +150,9 @@ class LazyMixin(compat.Gate):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step."""
         self._closed = self._refused_when_idle = False
-        if self._lazy:
+        if self._lazy or self._children:
             self._forget_finished()
+            self._drop_orphans()
             self._admit()
             self._spawn()
         output = super().schedule(*args, **kwargs)
@@ -177,8 +185,7 @@ class LazyMixin(compat.Gate):
         failed = self.finish_requests(list(self._failures), RequestStatus.FINISHED_ERROR) if self._failures else []
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for of_client in outputs.values():
-            if self._children:
-                self._take_children(of_client)
+            self._take_children(of_client)
             for output in of_client.outputs:
                 lazy = self._lazy.get(output.request_id)
                 if lazy is not None:
@@ -190,12 +197,13 @@ class LazyMixin(compat.Gate):
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             of_client.outputs.append(_error_output(request, self._failures[request.request_id]))
         self._failures = {}
+        self._finish_loaded()
         if self._debug:
             self._check()
         return outputs
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
-        """Finish requests from outside (an abort); their pins go at once, their children run on unseen."""
+        """Finish requests from outside (an abort); their pins go at once, their children at the next step."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._pins.release(request.request_id)
@@ -216,21 +224,22 @@ class LazyMixin(compat.Gate):
     def _accept(self, lazy: LazyRequest) -> None:
         if self._debug:
             lazy.layout.check()
-        missing = set(self._missing(lazy, range(len(lazy.layout.segments))))
-        lazy.resident = tuple(i not in missing for i in range(len(lazy.layout.segments)))
+        num_segments = len(lazy.layout.segments)
+        num_missing = len(self._missing(lazy, range(num_segments)))
         self._lazy[lazy.request.request_id] = lazy
         self._counters.requests += 1
-        self._counters.segments_missing += len(missing)
-        self._counters.segments_resident += len(lazy.resident) - len(missing)
+        self._counters.segments_missing += num_missing
+        self._counters.segments_resident += num_segments - num_missing
 
     def _fail(self, request_id: str, error: LazyRAGError) -> None:
-        log.warning("Request %s is answered with %s: %s", request_id, type(error).__name__, error)
-        self._counters.refused += 1
+        if not isinstance(error, UnknownContentError):  # the client sends it again by itself
+            log.warning("Request %s is answered with %s: %s", request_id, type(error).__name__, error)
+            self._counters.refused += 1
         self._failures[request_id] = error
 
     def _missing(self, lazy: LazyRequest, indices: Iterable[int]) -> list[int]:
         """Which of these segments have a block that is not resident."""
-        return [i for i in indices if None in self._pins.cached(lazy.hashes_of(lazy.layout.segments[i]))]
+        return [i for i in indices if None in lazy.chains[i].look_up(self._pool)]
 
     def _forget_finished(self) -> None:
         for request_id in [i for i in self._lazy if i not in self.requests]:
@@ -242,6 +251,18 @@ class LazyMixin(compat.Gate):
     def _forget_child(self, child: Child) -> None:
         del self._children[child.request_id]
         del self._child_of[child.key]
+        self._lazy.pop(child.request_id, None)
+
+    def _drop_orphans(self) -> None:
+        """Abort the children that nobody waits for any more, but for those that have begun: they are soon done."""
+        waiting = [c for c in self._children.values() if not self.requests[c.request_id].num_computed_tokens]
+        if not waiting:
+            return
+        awaited = {child.request_id for lazy in self._lazy.values() for child in lazy.children.values()}
+        orphans = [child for child in waiting if child.request_id not in awaited]
+        super().finish_requests([child.request_id for child in orphans], RequestStatus.FINISHED_ABORTED)
+        for child in orphans:
+            self._forget_child(child)
 
     # ---------------------------------------------------------------- a step
 
@@ -249,11 +270,15 @@ class LazyMixin(compat.Gate):
         """Decide which waiting lazy requests get their children and pins: oldest first, as far as all would fit."""
         self._pins.release_all()
         self._admitted = {}
-        # A running request may need one more block at any step: it must not be preempted for the sake of pins. Children
-        # do not grow, and their blocks are counted with their parents.
+        # A running request may need one more block at any step, a child those of its prompt: they must not be preempted
+        # for the sake of pins.
         num_ahead = sum(request.request_id not in self._children for request in self.running)
-        budget = Budget(self._pool.get_num_free_blocks() - num_ahead)
-        allocated = self._blocks_of_running_children()
+        begun = [child for child in self._children.values() if self.requests[child.request_id].num_computed_tokens]
+        budget = Budget(
+            self._pool.get_num_free_blocks() - num_ahead - sum(self._num_blocks_lacked_by(child) for child in begun),
+            coming=(block_hash for child in begun for block_hash in child.block_hashes),
+        )
+        wanted: list[tuple[str, list[KVCacheBlock], int]] = []
         for request in compat.waiting_requests(self):
             request_id = request.request_id
             if request_id in self._children or request_id in self._failures:
@@ -264,41 +289,41 @@ class LazyMixin(compat.Gate):
                 fits = budget.take((), (), num_blocks)
             else:
                 resident, absent = self._look_up(lazy)
-                fits = budget.take(resident, absent - allocated, num_blocks - lazy.layout.suffix_block)
+                fits = budget.take(resident, absent, num_blocks - lazy.layout.suffix_block)
             if not fits and num_ahead:
                 break  # whoever is alone gets all there is
             if lazy is not None:
                 self._admitted[request_id] = lazy
-                if not self._num_stuck:  # else it may be the pins that an orphaned child lacks blocks for
-                    self._pins.hold(request_id, resident)
+                # When stuck, it may be pins that somebody lacks blocks for.
+                if not self._num_stuck and (fits or budget.take(resident, (), 0)):
+                    wanted.append((request_id, resident, num_ahead))
             num_ahead += 1
-            if self._num_stuck or num_ahead >= self.max_num_running_reqs:
+            if self._num_stuck or not fits or num_ahead >= self.max_num_running_reqs:
                 break
+        for request_id, resident, rank in wanted:
+            # Whoever is given blocks before anybody else needs no pins.
+            if rank or self._children or any(lazy.missing for lazy in self._admitted.values()):
+                self._pins.hold(request_id, resident)
 
     def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
         """The resident blocks of a request's segments and the hashes of the others; sets `lazy.missing`."""
-        hashes = lazy.request.block_hashes[: lazy.layout.suffix_block]
-        cached = self._pins.cached(hashes)
-        segments = enumerate(lazy.layout.segments)
-        lazy.missing = [i for i, segment in segments if None in cached[segment.first_block : segment.end_block]]
-        absent = {block_hash for block_hash, block in zip(hashes, cached, strict=True) if block is None}
-        return [block for block in cached if block is not None], absent
+        found = [chain.look_up(self._pool) for chain in lazy.chains]
+        lazy.missing = [i for i, blocks in enumerate(found) if None in blocks]
+        absent = {
+            block_hash
+            for i in lazy.missing
+            for block_hash, block in zip(lazy.chains[i].hashes, found[i], strict=True)
+            if block is None
+        }
+        return [block for blocks in found for block in blocks if block is not None], absent
 
-    def _blocks_of_running_children(self) -> set[BlockHash]:
-        """Of the blocks that children are computing, those that they were given already."""
-        allocated: set[BlockHash] = set()
-        for child in self._children.values():
-            if self.requests[child.request_id].num_computed_tokens:
-                (block_ids,) = self.kv_cache_manager.get_block_ids(child.request_id)
-                allocated.update(child.block_hashes[: max(0, len(block_ids) - child.first_block)])
-        return allocated
+    def _num_blocks_lacked_by(self, child: Child) -> int:
+        (block_ids,) = self.kv_cache_manager.get_block_ids(child.request_id)
+        return child.first_block + len(child.block_hashes) - len(block_ids)
 
     def _spawn(self) -> None:
         """Put children for all missing segments of the admitted requests at the head of the queue, oldest first."""
-        waiting = [lazy for lazy in self._lazy.values() if lazy.is_child and not lazy.request.num_computed_tokens]
-        for lazy in waiting:
-            lazy.missing = self._missing(lazy, range(1))
-        wanted = [(lazy, i) for lazy in [*waiting, *self._admitted.values()] for i in lazy.missing]
+        wanted = [(lazy, i) for lazy in self._admitted.values() for i in lazy.missing]
         new = [request for lazy, i in wanted if (request := self._child_for(lazy, i)) is not None]
         for request in reversed(new):
             super().add_request(request)
@@ -306,20 +331,44 @@ class LazyMixin(compat.Gate):
 
     def _child_for(self, lazy: LazyRequest, index: int) -> Request | None:
         """The request to be added for a missing segment; None if one in flight is shared."""
-        last_hash = lazy.hashes_of(lazy.layout.segments[index])[-1]
+        last_hash = lazy.chains[index].hashes[-1]
         child = self._child_of.get(last_hash)
         if child is not None:
             lazy.children[index] = child
             return None
-        child, request, behind_preamble = self._requests.make_child(
-            lazy, index, use_connector=last_hash not in self._unloadable
-        )
+        may_load = last_hash not in self._unloadable
+        child, request, behind_preamble = self._requests.make_child(lazy, index, may_load=may_load)
         lazy.children[index] = child
         lazy.asked.append(child)
         self._children[child.request_id] = self._child_of[child.key] = child
         if behind_preamble is not None:
             self._lazy[child.request_id] = behind_preamble
         return request
+
+    def _find(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
+        """`KVCacheManager.get_computed_blocks` of this engine: a lazy request's blocks are known by segment.
+
+        The stock method looks up every block of the prompt. Events are its own.
+        """
+        manager, lazy = self.kv_cache_manager, self._lazy.get(request.request_id)
+        if lazy is None or args or kwargs or manager.enable_kv_cache_events:
+            found: tuple[KVCacheBlocks, int, int] = self._stock_find(request, *args, **kwargs)
+            return found
+        blocks = []
+        for chain in lazy.chains:
+            blocks += chain.look_up(self._pool)
+        if None in blocks:
+            blocks = blocks[: blocks.index(None)]
+        else:
+            # The last token is computed in any case: its logits are wanted.
+            for block_hash in request.block_hashes[len(blocks) : (request.num_tokens - 1) // self.block_size]:
+                cached = self._pool.get_cached_block(block_hash, [0])
+                if not cached:
+                    break
+                blocks += cached
+        num_hits = len(blocks) * self.block_size
+        compat.count_hits(manager, request, num_hits)
+        return manager.create_kv_cache_blocks((blocks,)), num_hits, 0
 
     def _allocate(
         self,
@@ -386,9 +435,9 @@ class LazyMixin(compat.Gate):
 
     def _take_children(self, of_client: EngineCoreOutputs) -> None:
         """Take the children's outputs out of a client's, and note which of them are done."""
-        seen = [output for output in of_client.outputs if output.request_id in self._children]
         if of_client.finished_requests:
-            of_client.finished_requests -= self._children.keys()
+            of_client.finished_requests = {i for i in of_client.finished_requests if not self._requests.is_child(i)}
+        seen = [output for output in of_client.outputs if output.request_id in self._children]
         if not seen:
             return
         of_client.outputs = [output for output in of_client.outputs if output.request_id not in self._children]
@@ -396,15 +445,30 @@ class LazyMixin(compat.Gate):
             if output.finish_reason is None:
                 continue
             child = self._children[output.request_id]
-            self._forget_child(child)
             if output.finish_reason == FinishReason.ERROR:
-                # It stays missing, so that a child without the connector follows.
+                # It stays missing, so that a child that may not load follows.
+                self._forget_child(child)
+                for lazy in self._lazy.values():
+                    lazy.asked = [asked for asked in lazy.asked if asked is not child]
                 self._counters.loads_failed += 1
                 self._unloadable.add(child.key)
             else:
-                self._unloadable.discard(child.key)
-                self._counters.children_loaded += child.is_loaded
-                self._counters.children_computed += not child.is_loaded
+                self._done(child)
+
+    def _finish_loaded(self) -> None:
+        """End the children whose load has succeeded: what they hold gets its hashes, and is free to be used."""
+        loaded = [child for child in self._children.values() if child.request_id in self.finished_recving_kv_req_ids]
+        for child in loaded:
+            request = self.requests[child.request_id]
+            self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+            self._done(child)
+        super().finish_requests([child.request_id for child in loaded], RequestStatus.FINISHED_STOPPED)
+
+    def _done(self, child: Child) -> None:
+        self._forget_child(child)
+        self._unloadable.discard(child.key)
+        self._counters.children_loaded += child.is_loaded
+        self._counters.children_computed += not child.is_loaded
 
     def _check(self) -> None:
         """Assert the invariants; debug mode only."""

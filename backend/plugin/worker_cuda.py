@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
             rope,
             self._shape(layers[0], rope),
             self.device,
+            dispatch.Gpu.of(self.device),
             max_num_rows=self.scheduler_config.max_num_seqs,
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
             max_model_len=self.model_config.max_model_len,
@@ -73,6 +75,9 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         runner = self.model_runner
         self._stock_prepare = runner.model_state.prepare_attn
         self._stock_capture = runner.capture_model
+        tokens = runner.req_states.all_token_ids
+        self._stock_stage = tokens.stage_write
+        tokens.stage_write = self._stage_tokens
         runner.model_state.prepare_attn = self._prepare_attn
         runner.capture_model = self._capture_model
 
@@ -80,6 +85,7 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         """Run a step, in one of our graphs if it has lazy rows and a graph serves it."""
         runner = self.model_runner
         with self._rows.step(scheduler_output):
+            self._leave_out_segments(scheduler_output.scheduled_new_reqs)
             reused = self._rows.scheduled
             if not reused or self._graphs is None:
                 return super().execute_model(scheduler_output)
@@ -111,13 +117,29 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         with self._steps.in_graph(bucket if in_graph else None):
             return self._stock_prepare(batch, mode, *args, for_capture=for_capture, **kwargs)
 
+    def _leave_out_segments(self, new_requests: Iterable[Any]) -> None:
+        """Spare the runner the token ids of segments, which it would copy to the device and never read.
+
+        Only a repetition penalty looks at the whole prompt.
+        """
+        for new in new_requests:
+            reused = self._rows.of_request(new.req_id)
+            if reused is not None and new.sampling_params.repetition_penalty == 1.0:
+                new.prefill_token_ids = _Suffix(new.prefill_token_ids, reused.suffix_start)
+
+    def _stage_tokens(self, index: int, start: int, tokens: Any) -> None:
+        """In place of the request state's: the token ids of a new request, or of its suffix only."""
+        if isinstance(tokens, _Suffix):
+            start, tokens = start + tokens.start, tokens.token_ids[tokens.start :]
+        self._stock_stage(index, start, tokens)
+
     def _capture_model(self) -> int:
         """In place of the runner's: captures its graphs, then ours."""
         runner = self.model_runner
         used = int(self._stock_capture())
-        graphs = LazyGraphs(runner.cudagraph_manager)
-        if not runner.cudagraph_manager.needs_capture() or not graphs.needs_capture():
+        if not runner.cudagraph_manager.needs_capture():
             return used
+        graphs = LazyGraphs(runner.cudagraph_manager)
         stock, runner.cudagraph_manager, self._capturing = runner.cudagraph_manager, graphs, True
         try:
             used += int(self._stock_capture())
@@ -143,11 +165,22 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         return dispatch.refusals(shape, dispatch.Gpu.of(self.device))
 
 
+@dataclass(frozen=True, slots=True)
+class _Suffix:
+    """A request's token ids, of which those from `start` on count; as long as all of them."""
+
+    token_ids: Sequence[int]
+    start: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 def _num_tokens(scheduler_output: Any) -> int:
     """Of all rows of a step, physically, with those that it computes."""
     cached = scheduler_output.scheduled_cached_reqs.num_computed_tokens
     new = (request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
-    return sum(cached) + sum(new) + int(scheduler_output.total_num_scheduled_tokens)
+    return int(sum(cached) + sum(new) + scheduler_output.total_num_scheduled_tokens)
 
 
 # ---------------------------------------------------------------- checks (see checks.py)

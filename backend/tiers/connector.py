@@ -10,9 +10,9 @@ is looked up, loaded or saved: its tokens are no prompt of their own, so nothing
     scheduler   what arrived becomes visible to other requests; what failed never does
 
 Loads are what vLLM calls asynchronous: the child's blocks get their hashes after the worker has reported the load, so a
-load that fails has nobody to mislead. The child then ends with an error and the scheduler makes another one
-(kv_load_failure_policy "fail", vLLM's default), or it computes the chunk itself ("recompute"). A save is done before
-the step's output leaves the worker: once a warming request is answered, its chunks are durable.
+load that fails has nobody to mislead. The child then ends with an error (kv_load_failure_policy "fail", vLLM's default)
+and the scheduler makes another one, which may only save. A save is done before the step's output leaves the worker:
+once a warming request is answered, its chunks are durable.
 
 Files hold a chunk's valid tokens as the cache has them: K rotated at the chunk's own positions, pads left out. They do
 not depend on the block size.
@@ -155,7 +155,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond the resident ones can be loaded, and whether they arrive between steps (always)."""
         child = _child(request)
-        if child is None:
+        if child is None or not child["may_load"]:
             return 0, False
         end = child["first_token"] + self._padded(child["num_tokens"])
         if not child["first_token"] <= num_computed_tokens < end:

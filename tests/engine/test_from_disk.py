@@ -101,23 +101,25 @@ def test_a_new_engine_answers_from_the_disk(
 
     smallest = min(files, key=lambda file: file.stat().st_size)  # chunk 2
     flip_last_bit(smallest)
+    flipped = smallest.read_bytes()
     capfd.readouterr()
 
     with running(tiny_model, tmp_path, mode) as engine:
         reordered = Prompt([chunks[3], text(2), chunks[0], chunks[1], q], prefix)
         again = Prompt([text(4), chunks[1], r], prefix)
-        for prompt, answer in zip((reordered, again), ask(engine, reordered, again), strict=True):
+        answers = ask(engine, reordered, again)
+        for prompt, answer in zip((reordered, again), answers, strict=True):
             check(tiny_oracle, prompt, answer)
-            assert set(answer.reuse.sources) == {"disk"}
             chunk_tokens = sum(span.num_tokens for span in prompt.spans)
-            assert answer.reuse.reused_tokens == chunk_tokens, "no token of a chunk was computed"
-        assert engine.stats()["computed"] == 0
+            assert answer.reuse.reused_tokens == len(prefix) + chunk_tokens, "literals were computed, nothing else"
+        # Each is loaded once; of two requests that come together either may be the first.
+        assert sorted(source for answer in answers for source in answer.reuse.sources) == ["disk"] * 3 + ["hbm"]
 
         damaged = Prompt([chunks[0], text(2), chunks[2], chunks[3], r], prefix)
         (answer,) = ask(engine, damaged)
         check(tiny_oracle, damaged, answer)
         assert answer.reuse.sources == ("hbm", "computed", "hbm")
-        assert not smallest.exists()
+        assert smallest.read_bytes() != flipped, "what was computed is saved in its place"
 
         (answer,) = ask(engine, reordered, namespace="another tenant")
         check(tiny_oracle, reordered, answer)

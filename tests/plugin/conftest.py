@@ -40,7 +40,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lazyrag.backend import wire
-from lazyrag.backend.layout import Span
+from lazyrag.backend.contents import Sender
+from lazyrag.backend.layout import Span, take_apart
 from lazyrag.backend.plugin.scheduler import LazyAsyncScheduler, LazyScheduler
 
 BLOCK = 4
@@ -143,7 +144,6 @@ class Running:
     segments: list[tuple[int, int]]  # (first block, valid tokens) of each chunk item
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
-    pads: range = range(0)  # of a child; nothing depends on what its last, dummy token reads there
 
     def expected(self, position: int) -> int | None:
         """The meaning of the KV at a physical position; None for a pad."""
@@ -267,9 +267,6 @@ class Runner:
             start = layout["suffix_block"] * BLOCK if layout else 0
             items = given.items if layout else [("text", tuple(given.token_ids))]
             running = Running((given.salt, lora), items, start, segments, token_ids)
-        if child := args.get(wire.CHILD):
-            end = child["first_token"] + child["num_tokens"]
-            running.pads = range(end, -(-end // BLOCK) * BLOCK)
         running.blocks = list(new.block_ids[0])
         return running
 
@@ -288,7 +285,7 @@ class Runner:
     def _read(self, request_id: str, request: Running, num_computed: int) -> None:
         for position in range(num_computed):
             expected, slot = request.expected(position), self._slot(request, position)
-            if expected is not None and position not in request.pads:
+            if expected is not None:
                 assert self.kv.get(slot) == expected, f"{request_id} reads the wrong KV at {position} (block {slot[0]})"
 
     def _sample(self, request: Running) -> int:
@@ -341,14 +338,29 @@ class Engine:
         self.steps: list[dict[str, int]] = []
         self.outputs: dict[str, list[Any]] = {}
         self.num_added = 0
+        self.sender = Sender()
 
     def add(
-        self, given: Prompt, *, max_tokens: int = 4, request_id: str | None = None, extra: Any = None, **options: Any
+        self,
+        given: Prompt,
+        *,
+        max_tokens: int = 4,
+        request_id: str | None = None,
+        extra: Any = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Any,
     ) -> str:
         request_id = request_id or f"r{self.num_added}"
         self.num_added += 1
         self.prompts[request_id] = given
-        args = wire.spans_to_args(given.spans, len(given.prefix)) if extra is None else extra
+        args, token_ids = extra, token_ids or given.token_ids
+        if extra is None:
+            asked = wire.WireRequest(given.spans, len(given.prefix))
+            if self.num_added % 2 and asked.spans:  # every other request names the tokens of its chunks
+                token_ids, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
+                names, sent = self.sender.names(list(enumerate(contents)))
+                asked = replace(asked, names=names, contents=sent)
+            args = wire.request_to_args(asked)
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=args or None, **options
         )
@@ -356,7 +368,7 @@ class Engine:
         self.scheduler.add_request(
             Request(
                 request_id=request_id,
-                prompt_token_ids=given.token_ids,
+                prompt_token_ids=token_ids,
                 sampling_params=params,
                 pooling_params=None,
                 cache_salt=given.salt,

@@ -1,6 +1,6 @@
 """Both halves of the KV connector under the real scheduler, with a worker that computes a known row for each token.
 
-The stand-in for the model writes K and V that say what they are, NaN for pads and dummy tokens, into a cache that is
+The stand-in for the model writes K and V that say what they are, NaN for pads, into a cache that is
 NaN from the start. Before a request runs that reuses chunks, it compares every row of its segments with what the
 chunk's own prefill gives: a chunk that was not computed, not loaded, or not of this prompt does not pass.
 """
@@ -262,8 +262,8 @@ class Engine:
         return self.reports[name]["sources"]
 
     def chunk_tokens_computed(self) -> int:
-        """Tokens that children computed, but for the dummy token that each has at its end."""
-        return sum(count - 1 for name, count in self.computed.items() if name.startswith(wire.CHILD_PREFIX))
+        """Tokens that children computed, pads included."""
+        return sum(count for name, count in self.computed.items() if name.startswith(wire.CHILD_PREFIX))
 
     # ------------------------------------------------------------ the stand-in for the model
 
@@ -374,12 +374,11 @@ def test_loaded_pads_are_left_as_they_are(folder: Path) -> None:
     warmed(folder, A)
     engine = Engine(folder)
     engine.ask(A)
-    while not engine.counters.get("loaded"):
-        engine.step()
-    (child,) = [name for name in engine.scheduler.requests if name.startswith(wire.CHILD_PREFIX)]
-    pads = torch.tensor(engine.slots(child)[len(A) : 48])
-    assert torch.isnan(engine.workers[0].slots(LAYERS[0])[pads]).all()
     engine.run()
+    (load,) = engine.loads
+    slots = [block * engine.block_size + offset for block in load.block_ids for offset in range(engine.block_size)]
+    for worker in engine.workers:
+        assert torch.isnan(worker.slots(LAYERS[0])[torch.tensor(slots[len(A) :])]).all()
 
 
 @pytest.mark.parametrize("budget", [16, 24, 48])
@@ -465,7 +464,8 @@ def test_two_requests_share_one_load(folder: Path) -> None:
     engine.ask(A, B, name="one")
     engine.ask(B, A, name="two")
     engine.run()
-    assert engine.sources("one") == engine.sources("two") == ["disk"] * 2
+    assert engine.sources("one") == ["disk"] * 2
+    assert engine.sources("two") == ["hbm"] * 2
     assert engine.counters["loaded"] == 2
 
 
@@ -486,7 +486,7 @@ def test_requests_of_clients_never_reach_the_disk(folder: Path) -> None:
     engine = Engine(folder)
     engine.ask(A)
     engine.ask(name="ordinary")
-    forged = wire.WireChild(key="ab" * 16, first_token=0, num_tokens=9)
+    forged = wire.WireChild(key="ab" * 16, first_token=0, num_tokens=9, may_load=True)
     engine.ask(name="forged", **{wire.CHILD: forged})
     engine.ask(name=f"{wire.CHILD_PREFIX}forged", **{wire.CHILD: forged})
     engine.run()
@@ -499,7 +499,7 @@ def test_the_connector_itself_answers_children_only(folder: Path) -> None:
     """Behind the scheduler, which lets no client's claim through: a second lock on the same door."""
     engine = warmed(folder, A)
     (file,) = files(folder)
-    claim = wire.WireChild(key=file.stem, first_token=0, num_tokens=len(A))
+    claim = wire.WireChild(key=file.stem, first_token=0, num_tokens=len(A), may_load=True)
     look_up = engine.scheduler.connector.get_num_new_matched_tokens
     assert look_up(engine.request(name=f"{wire.CHILD_PREFIX}0", **{wire.CHILD: claim}), 0) == (48, True)
     assert look_up(engine.request(name="client", **{wire.CHILD: claim}), 0) == (0, False)
@@ -511,7 +511,7 @@ def test_a_load_begins_where_the_resident_blocks_end(folder: Path, resident: int
     """A chunk at [32, 80) of its child's prompt, behind a preamble that must be resident."""
     engine = warmed(folder, A)
     (file,) = files(folder)
-    claim = wire.WireChild(key=file.stem, first_token=32, num_tokens=len(A))
+    claim = wire.WireChild(key=file.stem, first_token=32, num_tokens=len(A), may_load=True)
     child = engine.request(name=f"{wire.CHILD_PREFIX}0", **{wire.CHILD: claim})
     assert engine.scheduler.connector.get_num_new_matched_tokens(child, resident) == (loadable, loadable > 0)
 
@@ -553,10 +553,13 @@ def test_a_file_that_vanishes_before_its_load_is_computed_for_everybody(
     engine.ask(B, A, name="two")
     engine.ask(name="ordinary")
     engine.run()
-    assert engine.sources("one") == engine.sources("two") == ["computed"] * 2
+    assert engine.sources("one") == ["computed"] * 2
+    assert engine.sources("two") == ["hbm"] * 2
+    assert [engine.reports[name]["children_loaded"] for name in ("one", "two")] == [0, 0]
     assert engine.reports["ordinary"] == {}
     assert not engine.errors
     assert "loaded" not in engine.counters
+    assert len(files(folder)) == engine.counters["saved"] == 2
 
 
 def test_damage_found_by_the_worker_is_computed_and_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -566,7 +569,7 @@ def test_damage_found_by_the_worker_is_computed_and_reported(folder: Path, caplo
     engine.ask(A, B)
     engine.run()
     assert sorted(engine.sources()) == ["computed", "disk"]
-    assert engine.counters["damaged"] == engine.counters["loaded"] == 1
+    assert engine.counters["damaged"] == engine.counters["loaded"] == engine.counters["saved"] == 1
     assert sum("checksum" in record.message for record in caplog.records) == 1
 
 

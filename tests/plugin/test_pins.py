@@ -6,6 +6,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from lazyrag.backend.plugin.chains import Chain, Chains
 from lazyrag.backend.plugin.pins import Budget, Pins
 
 
@@ -25,7 +26,7 @@ def fill(pool, *names):
 def test_a_pinned_block_is_not_evicted_and_a_released_one_is_free(pool):
     pins, blocks = Pins(pool), fill(pool, b"a", b"b")
     pool.free_blocks(blocks)
-    assert pins.cached([b"a", b"x", b"b"]) == [blocks[0], None, blocks[1]]
+    assert Chain([b"a", b"x", b"b"]).look_up(pool) == [blocks[0], None, blocks[1]]
     pins.hold("r", blocks)
     pins.check([])
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -35,7 +36,35 @@ def test_a_pinned_block_is_not_evicted_and_a_released_one_is_free(pool):
     pins.release("r")
     pins.check([taken])
     assert pool.get_num_free_blocks() == 2
-    assert pins.cached([b"a"]) == [blocks[0]]
+    assert Chain([b"a"]).look_up(pool) == [blocks[0]]
+
+
+def test_a_chain_remembers_its_blocks_until_one_is_evicted(pool, monkeypatch):
+    blocks = fill(pool, b"a", b"b")
+    chain = Chain([b"a", b"b"])
+    assert chain.look_up(pool) == blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "get_cached_block", None)
+        assert chain.look_up(pool) == blocks
+    pool.free_blocks(blocks)
+    assert chain.look_up(pool) == blocks
+    pool.evict_blocks({blocks[1].block_id})
+    assert chain.look_up(pool) == [blocks[0], None]
+    assert chain.look_up(pool) == [blocks[0], None]
+    pool._insert_block_hash(make_block_hash_with_group_id(b"b", 0), blocks[1], num_tokens=4)
+    assert chain.look_up(pool) == blocks
+
+
+def test_chains_are_made_once_and_the_least_used_are_forgotten():
+    chains, made = Chains(most_blocks=3), []
+
+    def get(name):
+        return chains.get(name, lambda: made.append(name) or [name, name])
+
+    assert get(b"a") is get(b"a")
+    get(b"b")
+    get(b"a")
+    assert made == [b"a", b"b", b"a"]
 
 
 def test_a_block_may_be_pinned_many_times(pool):

@@ -11,9 +11,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from lazyrag.backend import wire
+from lazyrag.backend.contents import name_of, pack
+from lazyrag.backend.layout import take_apart
 from lazyrag.backend.plugin.pins import Budget
 from lazyrag.backend.tiers.connector import LazyRAGConnector
-from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError
+from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError, UnknownContentError
 
 PRE, SEP, QUESTION, OTHER = range(10, 21), range(30, 35), range(40, 49), range(60, 71)
 PREAMBLE, ALIGNED_PREAMBLE = range(500, 507), range(510, 518)
@@ -188,18 +190,16 @@ def test_chunks_behind_a_preamble(new_engine, lib, docs, preamble):
     assert all(answer.right for given in shapes for answer in engine.generate(given))
 
 
-def test_an_orphaned_child_gets_its_preamble_again(new_engine, lib, docs):
+def test_a_waiting_child_gets_its_preamble_again(new_engine, lib, docs):
     engine = new_engine(mode="lazy-prefix", max_num_seqs=1)
-    gone = engine.add(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
+    request_id = engine.add(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
     engine.step()  # one at a time: the preamble's child runs, the chunk's child waits for it
-    engine.abort(gone)
     assert engine.stats["children_in_flight"] >= 1
     while not engine.scheduler.reset_prefix_cache():
         engine.step()
     engine.run()
+    assert engine.answer(request_id).right
     assert engine.stats["children_in_flight"] == 0
-    (answer,) = engine.generate(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
-    assert answer.right
 
 
 # ---------------------------------------------------------------- sharing
@@ -215,7 +215,28 @@ def test_requests_in_flight_share_children(new_engine, lib, docs):
     assert all(answer.right for answer in answers)
     assert engine.children == 3
     assert [answer.report["children_computed"] for answer in answers] == [2, 1, 0]
+    assert [answer.sources for answer in answers] == [["computed", "computed"], ["hbm", "computed"], ["hbm", "hbm"]]
     assert engine.finished == {answer.request_id for answer in answers}
+
+
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("loads", [False, True], ids=["computes", "loads"])
+def test_when_a_second_request_comes_makes_no_difference_to_its_report(
+    new_engine, new_loading_engine, lib, docs, loads, steps
+):
+    engine = (new_loading_engine if loads else new_engine)(mode="lazy-prefix", budget=8)
+    given = lib.prompt(PRE, docs[0], SEP, docs[4], QUESTION, prefix=PREAMBLE)
+    first = engine.add(given)
+    for _ in range(steps):
+        engine.step()
+    second = engine.add(lib.prompt(OTHER, docs[4], docs[0], QUESTION, prefix=PREAMBLE))
+    engine.run()
+    made, shared = engine.answer(first), engine.answer(second)
+    assert made.right
+    assert shared.right
+    source = "disk" if loads else "computed"
+    assert (made.report["preamble"], made.sources) == (source, [source] * 2)
+    assert (shared.report["preamble"], shared.sources) == ("hbm", ["hbm"] * 2)
 
 
 @pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
@@ -245,11 +266,16 @@ def test_adapters_never_share(new_engine, lib, docs):
 
 @pytest.fixture
 def new_loading_engine(new_engine, lib, tmp_path, monkeypatch):
-    """A factory of engines whose connector claims to have every chunk; the runner loads, or fails to."""
+    """A factory of engines whose connector claims to have every chunk; the runner loads, or fails to.
+
+    With `some`, it has not those whose key begins with a digit below 5.
+    """
 
     def claims(self, request, num_computed_tokens):
         child = (request.sampling_params.extra_args or {}).get(wire.CHILD)
-        if child is None or not request.request_id.startswith(wire.CHILD_PREFIX):
+        if not request.request_id.startswith(wire.CHILD_PREFIX) or not child["may_load"]:
+            return 0, False
+        if has_some and child["key"][0] in "01234":
             return 0, False
         end = child["first_token"] - (-child["num_tokens"] // lib.BLOCK * lib.BLOCK)
         return end - num_computed_tokens, end > num_computed_tokens
@@ -261,7 +287,14 @@ def new_loading_engine(new_engine, lib, tmp_path, monkeypatch):
         kv_role="kv_both",
         kv_connector_extra_config={"root": str(tmp_path), "fingerprint": "0" * 64},
     )
-    return lambda **options: new_engine(kv_transfer_config=transfer, **options)
+    has_some = False
+
+    def make(*, some=False, **options):
+        nonlocal has_some
+        has_some = some
+        return new_engine(kv_transfer_config=transfer, **options)
+
+    return make
 
 
 @pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
@@ -273,8 +306,7 @@ def test_loaded_chunks_are_reported_and_not_computed(new_loading_engine, lib, do
     assert answer.sources == ["disk"] * 3
     assert answer.report["children_loaded"] == engine.stats["children_loaded"] == 3 + bool(prefix)
     assert engine.stats["children_computed"] == engine.stats["fail_safe"] == 0
-    tokens = [n for step in engine.steps for i, n in step.items() if i.startswith(wire.CHILD_PREFIX)]
-    assert tokens == [1] * (3 + bool(prefix))  # the dummy token
+    assert {request_id for step in engine.steps for request_id in step} == {answer.request_id}
 
 
 def test_pads_that_were_not_loaded_are_never_read_as_text(new_loading_engine, lib, docs):
@@ -327,7 +359,7 @@ def test_a_load_that_others_could_see_stops_the_engine(new_loading_engine, lib, 
     engine = new_loading_engine()
     asked = LazyRAGConnector.get_num_new_matched_tokens
     monkeypatch.setattr(
-        LazyRAGConnector, "get_num_new_matched_tokens", lambda self, *args: (asked(self, *args)[0], False)
+        LazyRAGConnector, "get_num_new_matched_tokens", lambda self, *args: (asked(self, *args)[0] - lib.BLOCK, False)
     )
     with pytest.raises(RuntimeError, match="asynchronous load"):
         engine.generate(lib.prompt(docs[6], QUESTION))
@@ -462,6 +494,33 @@ def test_pins_do_not_keep_an_orphaned_child_from_running(new_engine, lib, docs):
     assert engine.answer(waiting).right
 
 
+def test_pins_do_not_keep_a_loaded_orphan_from_ending(new_loading_engine, lib, docs):
+    engine = new_loading_engine(num_blocks=8, max_num_seqs=1)
+    resident = lib.prompt(lib.Chunk(tuple(range(100, 108))), range(1))
+    engine.generate(resident)  # its chunk stays in 2 of 7 blocks
+    gone = engine.add(lib.prompt(lib.Chunk(tuple(range(300, 320))), range(1)))
+    engine.step()  # the chunk is loaded into the other 5
+    engine.abort(gone)
+    waiting = engine.add(resident)
+    engine.run()
+    assert engine.answer(waiting).right
+    assert engine.stats["children_in_flight"] == 0
+
+
+def test_pins_leave_a_begun_child_what_it_lacks(new_engine, lib, docs):
+    engine = new_engine(num_blocks=8, budget=lib.BLOCK)
+    resident = lib.prompt(lib.Chunk(tuple(range(100, 108))), range(1))
+    engine.generate(resident)  # its chunk stays in 2 of 7 blocks
+    gone = engine.add(lib.prompt(lib.Chunk(tuple(range(300, 324))), range(1)), max_tokens=1)
+    engine.step()
+    (child,) = engine.scheduler.running  # it needs 6
+    engine.abort(gone)
+    waiting = engine.add(resident)
+    engine.run()
+    assert engine.answer(waiting).right
+    assert child.num_preemptions == 0
+
+
 def test_pins_do_not_preempt_running_requests(new_engine, lib, docs):
     engine = new_engine(num_blocks=12, max_num_seqs=2)
     engine.generate(lib.prompt(docs[6], range(1)))
@@ -504,6 +563,20 @@ def test_chunks_are_computed_while_a_grammar_is_compiled(new_engine, lib, docs):
 
 
 # ---------------------------------------------------------------- aborts and resets
+
+
+def test_children_that_nobody_waits_for_are_dropped_before_they_hold_blocks(new_engine, lib, docs):
+    engine = new_engine(budget=8)
+    gone = engine.add(lib.prompt(docs[6], docs[4], docs[3], QUESTION))
+    engine.step()
+    begun = [c for c in engine.scheduler._children if engine.scheduler.requests[c].num_computed_tokens]
+    assert 0 < len(begun) < engine.stats["children_in_flight"]
+    engine.abort(gone)
+    other = engine.add(lib.prompt(docs[3], OTHER))
+    engine.run()
+    assert engine.answer(other).right
+    assert engine.children == len(begun) + 1
+    assert engine.finished == {gone, other}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -553,13 +626,21 @@ def test_the_prefix_cache_can_be_reset_while_requests_wait(new_engine, lib, docs
     ("extra", "kind", "word"),
     [
         ({"lazyrag_version": 99, "lazyrag_spans": [0, 4, 0]}, InputError, "version"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [0, 4]}, InputError, "lazyrag_spans"),
-        ({"lazyrag_version": 1, "lazyrag_spans": "abc"}, InputError, "lazyrag_spans"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [0, 99999, 0]}, InputError, "cannot be reused"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [4, 4, 0, 2, 4, 0]}, InputError, "cannot be reused"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [4, 4, 3]}, InputError, "offset"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [0, 4, 0], "lazyrag_prefix": -1}, InputError, "lazyrag_prefix"),
-        ({"lazyrag_version": 1, "lazyrag_spans": [8, 4, 0], "lazyrag_prefix": 4}, InputError, "lazy-prefix"),
+        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 4]}, InputError, "lazyrag_spans"),
+        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": "abc"}, InputError, "lazyrag_spans"),
+        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 99999, 0]}, InputError, "cannot be reused"),
+        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [4, 4, 0, 2, 4, 0]}, InputError, "cannot be reused"),
+        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [4, 4, 3]}, InputError, "offset"),
+        (
+            {"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 4, 0], "lazyrag_prefix": -1},
+            InputError,
+            "lazyrag_prefix",
+        ),
+        (
+            {"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [8, 4, 0], "lazyrag_prefix": 4},
+            InputError,
+            "lazy-prefix",
+        ),
     ],
 )
 def test_a_malformed_request_gets_an_error_and_the_engine_goes_on(new_engine, lib, docs, extra, kind, word):
@@ -676,12 +757,34 @@ def test_a_clients_sampling_params_are_left_as_they_are(new_engine, lib, docs):
     before = dict(params.extra_args)
     request_id = engine.add(given)
     engine.scheduler.requests[request_id].sampling_params = params
-    engine.scheduler._requests._apply(
-        engine.scheduler.requests[request_id], engine.scheduler._lazy[request_id].layout, list(given.token_ids)
-    )
+    request, layout = engine.scheduler.requests[request_id], engine.scheduler._lazy[request_id].layout
+    engine.scheduler._requests._apply(request, layout, list(given.token_ids), ["a"])
     assert params.extra_args == before
     engine.abort(request_id)
     engine.run()
+
+
+def test_named_tokens_that_the_engine_lacks_are_asked_for_and_then_known(new_engine, lib, docs):
+    engine = new_engine()
+    given = lib.prompt(docs[0], OTHER, docs[1], QUESTION)
+    literals, contents = take_apart(given.token_ids, given.spans, 0)
+
+    def ask(names, sent):
+        extra = wire.request_to_args(wire.WireRequest(given.spans, 0, names, sent))
+        (answer,) = engine.generate(given, extra=extra, token_ids=literals)
+        return answer
+
+    packed = [pack(content) for content in contents]
+    names = [name_of(data) for data in packed]
+    error = ask(names, {}).error
+    assert isinstance(error, UnknownContentError)
+    assert "2 segments" in str(error)
+    # A name is the tokens' own: other tokens under it are not believed.
+    error = ask(names, {names[0]: packed[1], names[1]: packed[0][:-4]}).error
+    assert isinstance(error, UnknownContentError)
+    assert "1 segments" in str(error)
+    assert ask(names, dict(zip(names, packed, strict=True))).sources == ["computed"] * 2
+    assert ask(names, {}).sources == ["hbm"] * 2
 
 
 def test_every_output_carries_the_report_beside_vllms_own_parameters(new_engine, lib, docs, monkeypatch):
@@ -758,6 +861,50 @@ def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed
         answer = engine.answer(request_id)
         assert answer.right or isinstance(answer.error, CapacityError)
         assert answer.finish_reason in ("length", "error")
+    assert engine.stats["fail_safe"] == 0
+    assert engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_in_a_pool_of_a_few_blocks(new_loading_engine, lib, mode, seed):
+    """Few tokens, so that prompts collide; loads, failing loads, aborts and resets in pools that hold one request."""
+    rng = random.Random(seed)
+    letters = (1, 1, 10, 11)  # 1 is the pad
+    docs = [lib.Chunk(tuple(rng.choices(letters, k=rng.randint(1, 14)))) for _ in range(4)]
+    prefixes = [(), tuple(rng.choices(letters, k=rng.randint(1, 6))), (10, 11, 1, 1)] if mode == "lazy-prefix" else [()]
+    num_blocks = rng.choice([8, 12, 20])
+    settings = {"max_num_seqs": rng.choice([1, 2, 5]), "budget": rng.choice([1, 3, 7, 64])}
+    engine = new_loading_engine(mode=mode, num_blocks=num_blocks, some=rng.random() < 0.5, **settings)
+    failing, aborting = rng.choice([0, 0.3]), rng.choice([0.1, 0.3])
+
+    def some_prompt():
+        parts = []
+        for doc in rng.choices(docs, k=rng.randint(0, 4)):
+            parts.append(rng.choices(letters, k=rng.randint(0, 4)))
+            offset = rng.choice([o for o in (0, 0, 0, 4, 8) if o < len(doc.tokens)])
+            end = rng.choice([None, rng.randint(offset + 1, len(doc.tokens))])
+            parts.append(doc.tokens if rng.random() < 0.3 else lib.Chunk(doc.tokens, offset, end))
+        parts.append(rng.choices(letters, k=rng.randint(1, 6)))
+        return lib.prompt(*parts, prefix=rng.choice(prefixes), salt=rng.choice([None, None, "s"]))
+
+    alive, gone = [], set()
+    for _ in range(60):
+        engine.runner.loads_fail = rng.random() < failing
+        given, max_tokens = some_prompt(), rng.randint(1, 12)
+        fits = len(given.token_ids) + max_tokens <= (num_blocks - 1) * lib.BLOCK
+        if rng.random() < 0.5 and (fits or given.spans or given.prefix):  # vLLM refuses other requests elsewhere
+            alive.append(engine.add(given, max_tokens=max_tokens))
+        if alive and rng.random() < aborting:
+            gone.add(rng.choice(alive))
+            engine.abort(max(gone))
+        if rng.random() < 0.05:
+            engine.scheduler.reset_prefix_cache()
+        engine.step()
+    engine.run()
+    for request_id in set(alive) - gone:
+        answer = engine.answer(request_id)
+        assert answer.right or isinstance(answer.error, CapacityError)
     assert engine.stats["fail_safe"] == 0
     assert engine.scheduler.reset_prefix_cache()
 

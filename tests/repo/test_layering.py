@@ -33,6 +33,7 @@ RANKS = (
         "lazyrag.tokens",
         "lazyrag.anchors",
         "lazyrag.backend.wire",
+        "lazyrag.backend.contents",
         "lazyrag.backend.layout",
         "lazyrag.backend.hashing",
         "lazyrag.backend.engine",

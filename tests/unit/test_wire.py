@@ -20,7 +20,13 @@ spans = st.lists(st.builds(Span, numbers, numbers, numbers), max_size=8)
 @given(spans, numbers)
 def test_spans_survive_the_way_to_the_scheduler(given_spans, prefix_len):
     args = json.loads(json.dumps(wire.spans_to_args(given_spans, prefix_len)))
-    assert wire.spans_from_args(args) == (given_spans, prefix_len)
+    request = wire.request_from_args(args)
+    assert (list(request.spans), request.prefix_len, request.names) == (given_spans, prefix_len, None)
+
+
+def test_names_and_contents_survive_the_way_to_the_scheduler():
+    request = wire.WireRequest([Span(3, 2)], 3, ["p", "q"], {"q": b"1234"})
+    assert wire.request_from_args(wire.request_to_args(request)) == request
 
 
 @given(spans, numbers)
@@ -31,30 +37,38 @@ def test_arguments_fit_vllms_http_interface(given_spans, prefix_len):
 
 def test_an_ordinary_request_has_no_arguments():
     assert wire.spans_to_args([]) == {}
-    assert wire.spans_from_args({"other": 1}) == ([], 0)
+    assert wire.request_from_args({"other": 1}) == wire.WireRequest()
 
 
 @pytest.mark.parametrize(
     "args",
     [
         {wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: "1", wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: 1, wire.SPANS: [0, 1]},
-        {wire.VERSION: 1, wire.SPANS: [0, 1, "0"]},
-        {wire.VERSION: 1, wire.SPANS: [0, True, 0]},
-        {wire.VERSION: 1, wire.SPANS: [0, -1, 0]},
-        {wire.VERSION: 1, wire.SPANS: [[0, 1, 0]]},
-        {wire.VERSION: 1, wire.SPANS: {"a": 1}},
-        {wire.VERSION: 1, wire.SPANS: 7},
-        {wire.VERSION: 1, wire.SPANS: [0, 1.0, 0]},
-        {wire.VERSION: 1, wire.PREFIX: "4"},
-        {wire.VERSION: 1, wire.PREFIX: -1},
+        {wire.VERSION: 1, wire.SPANS: [0, 1, 0]},
+        {wire.VERSION: "2", wire.SPANS: [0, 1, 0]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, "0"]},
+        {wire.VERSION: 2, wire.SPANS: [0, True, 0]},
+        {wire.VERSION: 2, wire.SPANS: [0, -1, 0]},
+        {wire.VERSION: 2, wire.SPANS: [[0, 1, 0]]},
+        {wire.VERSION: 2, wire.SPANS: {"a": 1}},
+        {wire.VERSION: 2, wire.SPANS: 7},
+        {wire.VERSION: 2, wire.SPANS: [0, 1.0, 0]},
+        {wire.VERSION: 2, wire.PREFIX: "4"},
+        {wire.VERSION: 2, wire.PREFIX: -1},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: []},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a", "b"]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: [1]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: "a"},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.PREFIX: 1, wire.NAMES: ["a"]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a"], wire.CONTENTS: {"a": [1]}},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a"], wire.CONTENTS: ["a"]},
+        {wire.NAMES: ["a"]},
     ],
 )
 def test_anything_else_is_refused(args):
     with pytest.raises(InputError):
-        wire.spans_from_args(args)
+        wire.request_from_args(args)
 
 
 def test_a_layout_is_flat_numbers_for_the_worker():

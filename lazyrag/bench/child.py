@@ -181,7 +181,7 @@ class Server:
         """
         speed = gauge()
         start = time.perf_counter()
-        inputs, params = [_input(prompt) for prompt in prompts], [_params(p, max_tokens) for p in prompts]
+        inputs, params = self._requests(prompts, max_tokens)
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         ms = (time.perf_counter() - start) * 1e3
         found = tuple(_found(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
@@ -195,8 +195,8 @@ class Server:
 
     def answers(self, prompts: Sequence[Prompt], max_tokens: int, logprobs: int) -> list[Any]:
         """For each prompt, its greedy tokens and for each of them {token: log-probability} of the likeliest."""
-        params = [_params(prompt, max_tokens, logprobs) for prompt in prompts]
-        outputs = self._llm.generate([_input(prompt) for prompt in prompts], params, use_tqdm=False)
+        inputs, params = self._requests(prompts, max_tokens, logprobs=logprobs)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             _found(prompt, output)
         answers = [output.outputs[0] for output in outputs]
@@ -230,8 +230,7 @@ class Server:
             RequestError: one of them failed.
         """
         engine = self._llm.llm_engine
-        inputs = [_input(prompt) for prompt in prompts]
-        params = [_params(prompt, max_tokens, stream=True) for prompt in prompts]
+        inputs, params = self._requests(prompts, max_tokens, stream=True)
         first: dict[str, float] = {}
         speed, sent = gauge(), 0
         ids = [f"served-{self._num_served + i}" for i in range(len(prompts))]
@@ -262,6 +261,35 @@ class Server:
         waits = (first[name] - arrival for name, arrival in zip(ids, arrivals, strict=True))
         return Served(tuple(wait * 1e3 for wait in waits), total, speed)
 
+    def _requests(
+        self, prompts: Sequence[Prompt], max_tokens: int, *, logprobs: int | None = None, stream: bool = False
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Prompts as vLLM's inputs and parameters."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        inputs, params = [], []
+        for prompt in prompts:
+            token_ids, extra_args = _sent(prompt)
+            inputs.append({"prompt_token_ids": token_ids} | ({"cache_salt": prompt.salt} if prompt.salt else {}))
+            params.append(
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=max_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=logprobs,
+                    output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+                    extra_args=extra_args or None,
+                )
+            )
+        return inputs, params
+
+
+def _sent(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
+    """The token ids that go to vLLM, and what makes a request a lazy one."""
+    return prompt.token_ids, wire.spans_to_args([Span(*span) for span in prompt.spans])
+
 
 def _num_late(
     ids: Sequence[str], arrivals: Sequence[float], first: Mapping[str, float], now: float, slo_ms: float
@@ -269,25 +297,6 @@ def _num_late(
     """How many of the requests that were sent got their first token late, or are still without it and late."""
     waits = (first.get(name, now) - arrival for name, arrival in zip(ids, arrivals, strict=False))
     return sum(wait * 1e3 > slo_ms for wait in waits)
-
-
-def _input(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt_token_ids": prompt.token_ids} | ({"cache_salt": prompt.salt} if prompt.salt else {})
-
-
-def _params(prompt: Prompt, max_tokens: int, logprobs: int | None = None, stream: bool = False) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=logprobs,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-        extra_args=wire.spans_to_args([Span(*span) for span in prompt.spans]) or None,
-    )
 
 
 def _found(prompt: Prompt, output: Any) -> int:

@@ -93,7 +93,7 @@ def examine(stock: EngineProcess, lazy: EngineProcess, model: Path, vocabulary: 
 def questions(draw: Any) -> list[Question]:
     """What the lazy engine is asked, in this order: what is hot depends on what came before."""
     a, b, c, first, between, end = draw(200), draw(77), draw(300), draw(20), draw(12), draw(16)
-    alone = Prompt([*a, *end], ((0, len(a)),))
+    alone = joined([a, end], {0})
     interleaved = joined([first, a, between, b, c, end], {1, 3, 4})
     reordered = joined([c, between, b, draw(5), a, draw(16)], {0, 2, 4})
     again = joined([first, c, draw(30), a, draw(16)], {1, 3})
@@ -115,7 +115,8 @@ def joined(parts: Sequence[list[int]], chunks: set[int]) -> Prompt:
         if number in chunks:
             spans.append((len(token_ids), len(part)))
         token_ids += part
-    return Prompt(token_ids, tuple(spans))
+    names = (f"part {number} {parts[number][:4]}" for number in sorted(chunks))
+    return Prompt(token_ids, tuple(spans), tuple(names))
 
 
 def _words(vocabulary: tuple[int, int]) -> Any:

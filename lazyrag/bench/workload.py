@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -87,11 +88,13 @@ class Prompt:
     Attributes:
         token_ids: [N].
         spans: (start, number of tokens) of each reusable run; none for an ordinary request.
+        documents: names the tokens of each span.
         salt: requests with different salts share no KV.
     """
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...] = ()
+    documents: tuple[str, ...] = ()
     salt: str = ""
 
 
@@ -129,8 +132,10 @@ class Traffic:
     def __init__(self, workload: Workload, vocabulary: tuple[int, int], seed: int = 0) -> None:
         self.workload = workload
         self._vocabulary = range(*vocabulary)
-        self._random = Random(f"{workload} {seed}")
+        identity = f"{workload} {seed}"
+        self._random, self._name = Random(identity), sha256(identity.encode()).hexdigest()[:16]
         self._documents: list[tuple[list[int], list[int]]] = []
+        self._num_forgotten = 0
         self._add(workload.pool or workload.documents)
         self._weights = zipf(workload.pool, workload.skew)
         self._num_salts = 0
@@ -149,6 +154,7 @@ class Traffic:
         """The next request."""
         count = self.workload.documents
         if self.workload.new:
+            self._num_forgotten += count
             self._documents.clear()
             self._add(count)
         chosen = sample(self._random, self._weights, count) if self.workload.pool else list(range(count))
@@ -165,15 +171,17 @@ class Traffic:
             salted: under a salt of its own, so that nothing is found in any cache.
         """
         token_ids: list[int] = []
-        places = []
+        places, names = [], []
         for number in draw.documents if order == "fresh" else sorted(draw.documents):
             title, document = self._documents[number]
             token_ids += title if token_ids else []
             places.append((len(token_ids), len(document)))
+            names.append(f"{self._name} {self._num_forgotten + number}")
             token_ids += document
         self._num_salts += salted
         salt = f"{self._random.random()}-{self._num_salts}" if salted else ""
-        return Prompt(token_ids + draw.question, tuple(places) if spans else (), salt)
+        token_ids += draw.question
+        return Prompt(token_ids, tuple(places), tuple(names), salt) if spans else Prompt(token_ids, salt=salt)
 
     def arrivals(self, rate: float) -> list[float]:
         """Seconds from the start to each arrival of a Poisson stream, `rate` a second."""

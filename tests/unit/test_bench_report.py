@@ -129,6 +129,7 @@ def test_the_gate_asks_right_and_wrong_cases_that_a_prompt_can_have() -> None:
 def test_parts_are_joined_in_order() -> None:
     prompt = joined([[1], [2, 2], [3]], {1})
     assert (prompt.token_ids, prompt.spans) == ([1, 2, 2, 3], ((1, 2),))
+    assert len(prompt.documents) == 1
 
 
 # ---------------------------------------------------------------- options and models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -150,3 +151,16 @@ def test_metrics_compare_arms_that_exist() -> None:
 def test_an_unknown_metric_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match="ttft_hot_literals"):
         metrics(["ttft_hot", "speed"])
+
+
+def test_a_name_stands_for_one_document_only() -> None:
+    documents: dict[str, tuple[int, ...]] = {}
+    hot = Workload(documents=2, tokens=8)
+    for workload in (replace(hot, new=True), hot, replace(hot, output=9)):
+        for seed in range(2):
+            traffic = Traffic(workload, WORDS, seed)
+            for _ in range(5):
+                prompt = prompt_of(traffic, traffic.draw(), LAZY)
+                for name, tokens in zip(prompt.documents, cut(prompt), strict=True):
+                    assert documents.setdefault(name, tokens) == tokens
+    assert len(documents) == 2 * (5 * 2 + 2 + 2)

@@ -49,6 +49,7 @@ class Workload:
         queries: tokens that each request computes.
         suffix: tokens of each request's suffix, the queries included.
         page: tokens of a page.
+        shared: all requests reuse the same documents, in the same order.
     """
 
     title: str
@@ -56,12 +57,19 @@ class Workload:
     queries: int
     suffix: int
     page: int = 16
+    shared: bool = False
 
 
 def even(batch: int, count: int, length: int, queries: int, suffix: int = 64, page: int = 16) -> Workload:
     """Every request reuses `count` documents of `length` tokens."""
     title = f"B={batch} {count}x{length}" if count else f"B={batch} ordinary {suffix}"
     return Workload(title, ((length,) * count,) * batch, queries, max(suffix, queries), page)
+
+
+def shared(batch: int, count: int, length: int, queries: int) -> Workload:
+    """Every request reuses the same `count` documents of `length` tokens."""
+    workload = even(batch, count, length, queries)
+    return replace(workload, title=f"{workload.title} shared", shared=True)
 
 
 def ragged(batch: int, count: int, low: int, high: int, queries: int) -> Workload:
@@ -83,6 +91,7 @@ WORKLOADS = {
         *(even(batch, 10, 2048, 1) for batch in (1, 4, 8, 16, 32)),
         *(even(batch, 10, 512, 1) for batch in (1, 8, 32)),
         even(64, 20, 256, 1),
+        *(shared(batch, 10, 2048, 1) for batch in (4, 8, 16, 32, 64)),
         ragged(1, 10, 200, 800, 1),
         ragged(32, 10, 200, 800, 1),
         uneven(16, 512, 1),
@@ -126,7 +135,8 @@ class Setup:
             shifts += [1 + 17 * s + number for s in range(len(documents))]
             used.append(starts[-1] + -(-workload.suffix // page))
         self.contexts = [sum(documents) + workload.suffix for documents in workload.documents]
-        cache_bytes = sum(self.contexts) * shape.kv_heads * 2 * shape.head_size * dtype.itemsize
+        distinct = self.contexts[:1] if workload.shared else self.contexts
+        cache_bytes = sum(distinct) * shape.kv_heads * 2 * shape.head_size * dtype.itemsize
         self.layers = max(3, min(24, int(6e8 // cache_bytes)))
         blocks = sum(used)
         size = (blocks, page, shape.kv_heads, 2 * shape.head_size)
@@ -135,6 +145,9 @@ class Setup:
         self.table = torch.zeros(len(used), max(used), dtype=torch.int32, device=device)
         for r, (count, end) in enumerate(zip(used, torch.tensor(used).cumsum(0).tolist(), strict=True)):
             self.table[r, :count] = order[end - count : end]
+            if workload.shared:
+                documents = self.rows[r].context.suffix_page
+                self.table[r, :documents] = self.table[0, :documents]
         tokens = len(used) * workload.queries
         self.query = torch.randn(tokens, shape.num_heads, shape.head_size, device=device, dtype=dtype)
         self.out = torch.empty_like(self.query)

@@ -146,8 +146,8 @@ class Setup:
         for r, (count, end) in enumerate(zip(used, torch.tensor(used).cumsum(0).tolist(), strict=True)):
             self.table[r, :count] = order[end - count : end]
             if workload.shared:
-                documents = self.rows[r].context.suffix_page
-                self.table[r, :documents] = self.table[0, :documents]
+                columns = self.rows[r].context.suffix_page
+                self.table[r, :columns] = self.table[0, :columns]
         tokens = len(used) * workload.queries
         self.query = torch.randn(tokens, shape.num_heads, shape.head_size, device=device, dtype=dtype)
         self.out = torch.empty_like(self.query)

@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lazyrag.backend import local, wire
-from lazyrag.backend.layout import Span
+from lazyrag.backend.contents import Sender
+from lazyrag.backend.layout import Span, take_apart
 from lazyrag.bench.profile import Profile
 from lazyrag.bench.workload import Prompt
 from lazyrag.errors import EngineError, LazyRAGError
@@ -152,6 +153,7 @@ class Server:
         self._llm = LLM(**arguments)
         self._profile: Profile | None = None
         self._num_served = 0
+        self._sender = Sender()
 
     def facts(self) -> dict[str, Any]:
         """What the figures belong to: device, versions, the engine's arguments, its KV pool."""
@@ -270,7 +272,7 @@ class Server:
 
         inputs, params = [], []
         for prompt in prompts:
-            token_ids, extra_args = _sent(prompt)
+            token_ids, extra_args = self._sent(prompt)
             inputs.append({"prompt_token_ids": token_ids} | ({"cache_salt": prompt.salt} if prompt.salt else {}))
             params.append(
                 SamplingParams(
@@ -285,10 +287,14 @@ class Server:
             )
         return inputs, params
 
-
-def _sent(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
-    """The token ids that go to vLLM, and what makes a request a lazy one."""
-    return prompt.token_ids, wire.spans_to_args([Span(*span) for span in prompt.spans])
+    def _sent(self, prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
+        """The token ids that go to vLLM, and what makes a request a lazy one: as `LocalEngine` sends it."""
+        if not prompt.spans:
+            return prompt.token_ids, {}
+        spans = [Span(*span) for span in prompt.spans]
+        literals, contents = take_apart(prompt.token_ids, spans, 0)
+        names, sent = self._sender.names(list(zip(prompt.documents, contents, strict=True)))
+        return literals, wire.request_to_args(wire.WireRequest(spans, 0, names, sent))
 
 
 def _num_late(

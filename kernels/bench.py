@@ -278,7 +278,7 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
     setup = Setup(workload, shape, device)
     chosen = dispatch.choose(shape, gpu, num_rows=len(setup.rows), most_queries=workload.queries)
     candidates = dict(dispatch.variants(shape, gpu))
-    unfit = ("whole", "many") if workload.queries == 1 else ("decode",)
+    unfit = ("whole", "many") if workload.queries == 1 else ()
     candidates = {name: variant for name, variant in candidates.items() if name not in unfit}
     stock = setup.stock_calls()  # kept until the graphs have run: a graph does not own what its calls made
     graphs = {name: capture(calls) for name, calls in stock.items()}

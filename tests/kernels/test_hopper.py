@@ -22,8 +22,8 @@ RESERVED = 1024
 
 @pytest.mark.parametrize(
     ("shape", "name"),
-    [(LLAMA_8B, "whole"), (LLAMA_8B, "decode"), (SMOLLM, "whole"), (GPT_J, "few")],
-    ids=["llama-whole", "llama-decode", "smollm-whole", "gptj-few"],
+    [(LLAMA_8B, "whole"), (LLAMA_8B, "decode"), (LLAMA_8B, "few"), (SMOLLM, "whole"), (GPT_J, "few")],
+    ids=["llama-whole", "llama-decode", "llama-few", "smollm-whole", "gptj-few"],
 )
 def test_a_variant_compiles_and_fits_an_sm(compiled: Callable[..., object], shape: Shape, name: str) -> None:
     result = compiled(compile_variant, shape, name)

@@ -176,8 +176,8 @@ MANY_REQUESTS = 4
 """From so many requests on, decode fills an SM with two small blocks and not with one large one: while one turns its
 query, the other computes.
 
-Time of `decode` over that of `few`, contexts of 10 x 2048 tokens: 0.97 for 4, 0.96 for 8, 0.98 for 16 requests; where
-they share their documents, and memory is not the limit, 0.83, 0.79 and 0.78. One request: 1.07.
+Time of `decode` over that of `few`, contexts of 10 x 2048 tokens: 1.05 for one request, 0.96 for 4, 0.97 for 8 to 32;
+where they share their documents, and memory is not the limit, 0.82 for 4, 0.76 for 32.
 """
 
 

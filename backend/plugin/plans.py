@@ -53,9 +53,19 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reused:
-    """What a step needs of a lazy request. Made when the request arrives."""
+    """What a step needs of a lazy request. Made when the request arrives.
+
+    Attributes:
+        context: its segments in the order of its block table.
+        by_place: the same in the order of their places in the cache, for tokens that see all of them. Requests that
+            share documents then walk them in the same order, whatever the order in their prompts, and find in the GPU's
+            L2 cache what another one has just read.
+        all_seen_from: index of the first suffix token that sees all segments.
+    """
 
     context: Context
+    by_place: Context
+    all_seen_from: int
     positions: TruePositions
     suffix_start: int
 
@@ -133,15 +143,22 @@ class Planner:
         self._in_graphs: dict[Bucket, tuple[dispatch.Variant, DevicePlan]] = {}
         self._positions = Staging(max_num_tokens, torch.int64, device)
 
-    def describe(self, layout: Layout) -> Reused:
-        """What the steps of a request need of its layout."""
+    def describe(self, layout: Layout, blocks: Sequence[int]) -> Reused:
+        """What the steps of a request need of its layout.
+
+        Args:
+            layout: the request's.
+            blocks: its block table.
+        """
         segments = [(s.first_block, s.num_tokens, s.visible_from, s.shift) for s in layout.segments]
         context = Context.of(segments, layout.suffix_block)
-        if len(segments) and not 0 <= context.line.min() <= context.line.max() < len(self._turns):
+        if segments and not 0 <= context.line.min() <= context.line.max() < len(self._turns):
             raise RuntimeError(
-                f"a segment is moved by {context.line.tolist()} tokens, the table has {self._turns.shape}"
+                f"a segment is moved by {context.line.tolist()} tokens, the table has {len(self._turns)}"
             )
-        return Reused(context, TruePositions(layout), layout.suffix_start)
+        by_place = Context.of(sorted(segments, key=lambda segment: blocks[segment[0]]), layout.suffix_block)
+        all_seen_from = int(context.visible_from[-1]) if segments else 0
+        return Reused(context, by_place, all_seen_from, TruePositions(layout), layout.suffix_start)
 
     def fits_graphs(self, num_rows: int, num_tokens: int, reused: Collection[Reused]) -> bool:
         """Whether the graphs' memory holds a step's tables.
@@ -184,7 +201,9 @@ class Planner:
                 rows.append(Row(end - start, seq_lens[row]))
                 host[start:end] = np.arange(first, seq_lens[row])
             else:
-                rows.append(Row(end - start, seq_lens[row] - one.suffix_start, one.context))
+                all_seen = first - one.suffix_start >= one.all_seen_from
+                context = one.by_place if all_seen else one.context
+                rows.append(Row(end - start, seq_lens[row] - one.suffix_start, context))
                 host[start:end] = one.positions.of(first, end - start)
         if positions is not None:
             self._positions.send(positions[: query_start[len(rows)]])
@@ -204,14 +223,14 @@ class Planner:
         variant = dispatch.choose(self._shape, self._gpu, num_rows=bucket.num_rows, most_queries=most_queries)
         slots, block_q = self._slots[variant.name], variant.tiling.block_q
         query_tiles = min(bucket.num_tokens, bucket.num_rows + bucket.num_tokens // block_q)
-        # What is not used costs little, but every layer pays for it.
+        # What is not used costs little, but every layer pays for it: blocks for one and a half times the GPU.
         capacity = Capacity(
             runs=_MOST_RUNS,
-            work=max(3 * slots, query_tiles) + 8,
+            work=max(slots + slots // 2, query_tiles) + 8,
             splits=min(query_tiles, 2 * slots),
             queries=bucket.num_tokens,
             tiles=len(self._graph_arena.tiles) - 1,
-            slots=3 * slots,
+            slots=2 * slots + 8,
         )
         plan = DevicePlan(
             variant.tiling, capacity, arena=self._graph_arena, fixed=True, most_queries=min(most_queries, block_q)

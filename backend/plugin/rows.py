@@ -27,11 +27,15 @@ class Rows(Generic[T]):
     Args:
         request_ids: of the batch that the model runner has put together last, row by row.
         block_size: tokens a block.
-        prepare: makes what the worker needs of a layout, once for each request.
+        prepare: makes what the worker needs of a layout and the request's block table, once for each request (and again
+            when the request gets other blocks).
     """
 
     def __init__(
-        self, request_ids: Callable[[], Sequence[str]], block_size: int, prepare: Callable[[Layout], T]
+        self,
+        request_ids: Callable[[], Sequence[str]],
+        block_size: int,
+        prepare: Callable[[Layout, Sequence[int]], T],
     ) -> None:
         self._request_ids = request_ids
         self._block_size = block_size
@@ -48,7 +52,7 @@ class Rows(Generic[T]):
             args = (new.sampling_params and new.sampling_params.extra_args) or {}
             self._layouts.pop(new.req_id, None)
             if wire.LAYOUT in args:
-                self._layouts[new.req_id] = self._prepare(self._read(args[wire.LAYOUT]))
+                self._layouts[new.req_id] = self._prepare(self._read(args[wire.LAYOUT]), new.block_ids[0])
         self._scheduled = self._layouts.keys() & scheduler_output.num_scheduled_tokens.keys()
         try:
             yield

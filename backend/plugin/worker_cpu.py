@@ -36,7 +36,7 @@ class LazyCPUWorker(LazyWorkerMixin, CPUWorker):
     def bind(self, rope: Rope) -> None:
         """Join the attention layers to this worker."""
         block_size = self.vllm_config.cache_config.block_size
-        self._rows = Rows(lambda: self.model_runner.input_batch.req_ids, block_size, lambda layout: layout)
+        self._rows = Rows(lambda: self.model_runner.input_batch.req_ids, block_size, lambda layout, blocks: layout)
         for layer in self.layers().values():
             layer.impl.bind(self._rows, rope)
 

@@ -25,7 +25,7 @@ from lazyrag.bench.workload import Workload
 from lazyrag.errors import ConfigError, EngineError, InputError
 
 ROUNDS, QUICK_ROUNDS = 13, 3
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 160, 256)
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 160, 176, 192, 224, 256)
 QUICK_METRICS = tuple(name for name in METRICS if name != "rate_at_slo")
 ENGINES = ("stock", "lazy")
 GATE_KV_BYTES = 256 << 20

@@ -11,7 +11,7 @@ LAYOUT = wire.layout_to_wire(lay_out(range(60), [Span(2, 20), Span(30, 7)], pref
 
 def new(request_id, layout=None):
     args = {wire.LAYOUT: layout} if layout else None
-    return SimpleNamespace(req_id=request_id, sampling_params=SimpleNamespace(extra_args=args))
+    return SimpleNamespace(req_id=request_id, sampling_params=SimpleNamespace(extra_args=args), block_ids=([],))
 
 
 def output(*ids, new=(), finished=()):
@@ -27,7 +27,7 @@ def batch():
 
 @pytest.fixture
 def rows(batch):
-    return Rows(lambda: batch.req_ids, 16, lambda layout: layout)
+    return Rows(lambda: batch.req_ids, 16, lambda layout, blocks: layout)
 
 
 def test_rows_follow_the_order_of_the_batch(rows, batch):

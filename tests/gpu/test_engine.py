@@ -220,13 +220,13 @@ def test_the_rotation_the_positions_and_the_visibility_matter(engine, monkeypatc
     engine.check(prompt)
     describe = Planner.describe
 
-    def unturned(self, layout):
-        reused = describe(self, layout)
-        reused.context.line[:] = 0
+    def unturned(self, layout, blocks):
+        reused = describe(self, layout, blocks)
+        reused.context.line[:] = reused.by_place.line[:] = 0
         return reused
 
-    def all_seen(self, layout):
-        reused = describe(self, layout)
+    def all_seen(self, layout, blocks):
+        reused = describe(self, layout, blocks)
         reused.context.visible_from[:] = 0
         return reused
 

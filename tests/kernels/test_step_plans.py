@@ -77,7 +77,10 @@ def check_steps(seed: int, in_graphs: bool) -> None:
         true = physical.clone()
         write_true_positions(true, starts, seq_lens, layouts)
 
-        reused = [planner.describe(layout) if layout else None for layout in layouts]
+        reused = [
+            planner.describe(layout, blocks) if layout else None
+            for layout, blocks in zip(layouts, table.tolist(), strict=True)
+        ]
         bucket = None
         if in_graphs:
             # A row and some tokens of padding; a step of one token a row may also be padded to a decode graph.
@@ -127,12 +130,21 @@ def check_capacity() -> None:
 
     many = [Span(start, 1) for start in range(0, 80, 2)]
     layout = lay_out(range(100), many, prefix_len=0, block_size=PAGE, pad=0)[0]
-    reused = planner.describe(layout)
+    reused = planner.describe(layout, range(100))
     assert planner.fits_graphs(1, 2000, [reused])
     assert not planner.fits_graphs(2, 4000, [reused] * 2)
+    # Two requests with the same two documents, in blocks 7-8 and 3, each in its own order.
+    two = lay_out(range(60), [Span(0, 20), Span(20, 9)], prefix_len=0, block_size=PAGE, pad=0)[0]
+    other = lay_out(range(60), [Span(0, 9), Span(20, 20)], prefix_len=0, block_size=PAGE, pad=0)[0]
+    for layout, blocks, late in ((two, [7, 8, 3, 10], 0), (other, [3, 7, 8, 11], 11)):
+        one = planner.describe(layout, blocks)
+        assert [blocks[column] for column in one.by_place.first_page] == [3, 7]
+        assert one.by_place.num_tokens.tolist() == [9, 20]
+        assert one.all_seen_from == late
+        assert one.context.first_page.tolist() == [segment.first_block for segment in layout.segments]
     far = lay_out(range(3000), [Span(2500, 1)], prefix_len=0, block_size=PAGE, pad=0)[0]
     with pytest.raises(RuntimeError, match="is moved by"):
-        planner.describe(far)
+        planner.describe(far, range(200))
 
 
 def test_steps_with_too_many_pieces_run_without_a_graph(interpreted: Interpreted) -> None:

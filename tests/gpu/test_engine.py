@@ -82,36 +82,6 @@ class GPUEngine(Engine):
         assert most <= 10 * MAX_RMS
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of the shape that the Hopper kernel serves: heads of 128, four queries to a key."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=16384,
-        rope_theta=10000.0,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    LlamaForCausalLM(config).half().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return Oracle(model, "cuda")
-
-
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
 def engine(request: pytest.FixtureRequest, model: Path, oracle: Oracle):
     engine = GPUEngine(request.param, model, oracle)

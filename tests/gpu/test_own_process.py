@@ -1,4 +1,4 @@
-"""The product's own engine on a GPU: core in a process of its own, chunks on disk, and a second engine that loads them."""
+"""The product's own engine on a GPU: its core in another process, chunks on disk, a second engine that loads them."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ prompt of these tokens would if there are no pads.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,8 +35,11 @@ BlockHash: TypeAlias = bytes
 HashBlock: TypeAlias = Callable[[BlockHash | None, Sequence[int], tuple[Any, ...] | None], BlockHash]
 """(hash of the block before or None, token ids of the block, extra keys or None) -> hash."""
 
-KEY_VERSION = 1
+KEY_VERSION = 2
 """Of `chunk_key`; another one when the meaning of a chunk's KV changes."""
+
+NAME_DIGITS = 64
+"""Of a key's first part, which names the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,10 @@ def _extend(
 def chunk_key(
     token_ids: Sequence[int], *, prefix: Sequence[int] = (), salt: str | None = None, lora: str | None = None
 ) -> str:
-    """The name of a chunk's KV outside the engine: 64 hex digits, the same in every process.
+    """The name of a chunk's KV outside the engine: 96 hex digits, the same in every process.
+
+    The first 64 name the chunk (`chunk_name`), the others what it was computed behind and with, so that all KV of a
+    chunk can be found by those who know nothing but the chunk.
 
     Args:
         token_ids: the chunk's valid tokens, from its first one.
@@ -146,16 +154,46 @@ def chunk_key(
         salt: the namespace's cache salt.
         lora: the adapter's name.
     """
-    digest = blake2b(digest_size=32, person=b"lazyrag-chunk")
-    digest.update(KEY_VERSION.to_bytes(4, "little"))
-    for text in (salt, lora):
-        _update(digest, (text or "").encode("utf-8", "surrogatepass"))
-    for ids in (prefix, token_ids):
-        _update(digest, b"".join(token.to_bytes(8, "little") for token in ids))
+    digest = _digest(16, b"lazyrag-context", lora)
+    digest.update(_packed(prefix))
+    return chunk_name(token_ids, salt=salt) + digest.hexdigest()
+
+
+def chunk_name(token_ids: Sequence[int], *, salt: str | None = None) -> str:
+    """The part of `chunk_key` that names tokens and namespace: `NAME_DIGITS` hex digits."""
+    digest = _digest(NAME_DIGITS // 2, b"lazyrag-chunk", salt)
+    digest.update(_packed(token_ids))
     return digest.hexdigest()
 
 
-def _update(digest: blake2b, field: bytes) -> None:
-    # The length first: no two sequences of fields are the same bytes.
-    digest.update(len(field).to_bytes(8, "little"))
-    digest.update(field)
+def head_names(token_ids: Sequence[int], *, salt: str | None = None) -> list[str]:
+    """`chunk_name` of the first token, the first two, ... and all: a prompt may show, and an engine keep, any of these.
+
+    Takes linear time.
+    """
+    digest = _digest(NAME_DIGITS // 2, b"lazyrag-chunk", salt)
+    names = []
+    data = _packed(token_ids)
+    for start in range(0, len(data), 8):
+        digest.update(data[start : start + 8])
+        names.append(digest.copy().hexdigest())
+    return names
+
+
+def _digest(size: int, person: bytes, text: str | None) -> blake2b:
+    """A digest that has taken the version and a text, and is open for tokens.
+
+    The text's length first: no two texts and runs of tokens are the same bytes.
+    """
+    field = (text or "").encode("utf-8", "surrogatepass")
+    digest = blake2b(digest_size=size, person=person)
+    digest.update(KEY_VERSION.to_bytes(4, "little") + len(field).to_bytes(8, "little") + field)
+    return digest
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Eight bytes a token, little endian."""
+    numbers = array("Q", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -29,6 +29,7 @@ from lazyrag.tokens import Tokenizer
 from lazyrag.types import Answer, ChunkId, Document, Hit, PromptPlan, Reuse
 
 if TYPE_CHECKING:
+    from lazyrag.care import Deleted
     from lazyrag.explain import Row
     from lazyrag.ingest import IngestPlan, Progress, Summary
     from lazyrag.retrievers.search import Searcher
@@ -446,6 +447,21 @@ class LazyRAG:
         yield from ingest.run(plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint)
         if fingerprint is not None:
             plan.store.remember(kv=fingerprint, kv_of=self._kv_identity())
+
+    def delete(self, ids: Iterable[str]) -> Deleted:
+        """Delete documents by id, the chunks that only they held, and the KV of these on disk, of whatever model.
+
+        From now on no prompt of this namespace can ask for these chunks. KV that is resident in a running engine is not
+        wiped: it stays, out of reach, until the engine gives its blocks to others.
+
+        Raises:
+            InputError: one id where a list is meant.
+            ConfigError: there is no store.
+            StoreError: the documents are deleted, their KV on disk is not (the message says what to do).
+        """
+        from lazyrag import care
+
+        return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace)
 
     def needs_warming(self, plan: IngestPlan) -> bool:
         """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""

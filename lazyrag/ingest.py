@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lazyrag.care import remove_doomed_kv
 from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, StoreError
 from lazyrag.loaders import MAX_BYTES, Failure, Scan, Source, scan
 from lazyrag.retrievers.embed import Embedder
@@ -307,9 +308,12 @@ class _Run:
         plan, store = self._plan, self._store
         store.require(**plan.settings)
         key = store.start_run(plan.namespace)
-        yield from self._documents()
-        if sync:
-            yield from self._delete()
+        try:
+            yield from self._documents()
+            if sync:
+                yield from self._delete()
+        finally:
+            remove_doomed_kv(store)
         if plan.embedder is not None:
             yield from self._complete(plan.embedder)
             yield self._index()

@@ -72,6 +72,13 @@ MIGRATIONS: Sequence[Migration] = (
             summary TEXT             -- JSON object
         )""",
     ),
+    (
+        """CREATE TABLE doomed (         -- chunks that went, and whose KV files may still be there
+            key INTEGER PRIMARY KEY AUTOINCREMENT,
+            namespace TEXT NOT NULL,
+            tokens BLOB NOT NULL
+        )""",
+    ),
 )
 
 

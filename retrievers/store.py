@@ -3,6 +3,7 @@
     document --< span >-- chunk --- vector
                             |
                             +----< warmed (fingerprint of the engine whose KV tier holds the chunk)
+    doomed (tokens of chunks that went, until somebody has removed their KV files)
 
 A chunk row is a text; a span is a place where it stands. A chunk lives as long as a span points to it. Everything
 belongs to a namespace; the same text in two namespaces is two chunks that know nothing of each other.
@@ -18,6 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -254,7 +256,7 @@ class Store:
                 )
                 if vectors is not None and chunk.id in vectors:
                     db.execute("INSERT OR IGNORE INTO vectors VALUES (?, ?)", (key, _floats(vectors[chunk.id])))
-            removed = _drop_unused(db, old)
+            removed = _drop_unused(db, old, namespace)
             _change(db, namespace)
         return Change(tuple(added), removed)
 
@@ -266,7 +268,7 @@ class Store:
                 return Change()
             old = _take_spans(db, row[0])
             db.execute("DELETE FROM documents WHERE key = ?", row)
-            removed = _drop_unused(db, old)
+            removed = _drop_unused(db, old, namespace)
             _change(db, namespace)
         return Change(removed=removed)
 
@@ -280,7 +282,24 @@ class Store:
         ):
             yield StoredDocument(id, source, title, json.loads(metadata), sha256, recipe, mtime)
 
+    def namespaces(self) -> list[str]:
+        """Every namespace that has, or had, documents."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT namespace FROM generations UNION SELECT namespace FROM documents "
+                "UNION SELECT namespace FROM chunks ORDER BY 1"
+            )
+            return [namespace for (namespace,) in rows]
+
     # ------------------------------------------------------------ chunks
+
+    def chunks_of(self, document: str, namespace: str = "") -> list[Chunk]:
+        """The chunks of a document in its order; none if it is unknown."""
+        with self._reading() as db:
+            rows = db.execute(
+                f"{_PLACES} WHERE d.namespace = ? AND d.id = ? ORDER BY s.ordinal", (namespace, document)
+            ).fetchall()
+        return [_chunk(row) for row in rows]
 
     def chunk_ids(self, namespace: str = "") -> set[ChunkId]:
         """The ids of all chunks; compare with what an index holds to bring it up to date."""
@@ -297,11 +316,7 @@ class Store:
     def chunks(self, namespace: str = "") -> Iterator[Chunk]:
         """Every place of every chunk, in the order of the documents."""
         for document in self.documents(namespace):
-            with self._reading() as db:
-                rows = db.execute(
-                    f"{_PLACES} WHERE d.namespace = ? AND d.id = ? ORDER BY s.ordinal", (namespace, document.id)
-                ).fetchall()
-            yield from map(_chunk, rows)
+            yield from self.chunks_of(document.id, namespace)
 
     def get_texts(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, str]:
         """The canonical texts of those chunks that exist."""
@@ -311,6 +326,36 @@ class Store:
         """The token ids of those chunks that exist and may be reused."""
         rows = self._select("SELECT id, tokens FROM chunks c", ids, namespace)
         return {id: _tokens(blob) for id, blob in rows if blob is not None}
+
+    def reusable(self, namespace: str = "") -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        """Id and tokens of every chunk that may be reused, oldest first."""
+        for _, id, blob in self._pages(
+            "SELECT key, id, tokens FROM chunks WHERE tokens IS NOT NULL AND namespace = ? AND key > ? "
+            "ORDER BY key LIMIT ?",
+            namespace,
+            0,
+        ):
+            yield id, _tokens(blob)
+
+    def beginning_with(self, heads: Iterable[Sequence[int]], namespace: str = "") -> set[tuple[int, ...]]:
+        """Those runs of tokens, none of them empty, that a chunk begins with or is."""
+        runs = {_packed(head): tuple(head) for head in heads}
+        if not runs:
+            return set()
+        length = min(map(len, runs))  # by which the file is searched; what is found is compared whole
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT tokens FROM chunks WHERE namespace = ? "
+                "AND hex(substr(tokens, 1, ?)) IN (SELECT value FROM json_each(?))",
+                (namespace, length, _json({run[:length].hex().upper() for run in runs})),
+            ).fetchall()
+        blobs = sorted(blob for (blob,) in rows)
+        found = set()
+        for run, head in runs.items():
+            at = bisect_left(blobs, run)
+            if at < len(blobs) and blobs[at].startswith(run):
+                found.add(head)
+        return found
 
     def spans_of(self, ids: Iterable[ChunkId], namespace: str = "") -> dict[ChunkId, list[Chunk]]:
         """For each chunk that exists, the places where it stands, oldest document first: what an answer cites."""
@@ -438,6 +483,46 @@ class Store:
         with self._writing() as db:
             db.execute("DELETE FROM warmed WHERE fingerprint = ?", (fingerprint,))
 
+    def forget_warm_chunks(self, ids: Iterable[ChunkId], fingerprint: str, namespace: str = "") -> None:
+        """Take back `mark_warm` of some chunks."""
+        with self._writing() as db:
+            db.execute(
+                "DELETE FROM warmed WHERE fingerprint = ? AND chunk IN "
+                f"(SELECT key FROM chunks c WHERE namespace = ? AND {_AMONG})",
+                (fingerprint, namespace, _json(ids)),
+            )
+
+    def warm(self, namespace: str = "") -> Iterator[tuple[str, ChunkId, tuple[int, ...]]]:
+        """Fingerprint, id and tokens of every chunk that is noted by `mark_warm`."""
+        with self._reading() as db:
+            fingerprints = db.execute("SELECT DISTINCT fingerprint FROM warmed ORDER BY 1").fetchall()
+        for (fingerprint,) in fingerprints:
+            for _, id, blob in self._pages(
+                "SELECT key, id, tokens FROM chunks JOIN warmed ON chunk = key "
+                "WHERE fingerprint = ? AND namespace = ? AND key > ? ORDER BY key LIMIT ?",
+                fingerprint,
+                namespace,
+                0,
+            ):
+                yield fingerprint, id, _tokens(blob)
+
+    # ------------------------------------------------------------ what went
+
+    def doomed(self) -> list[tuple[int, str, tuple[int, ...]]]:
+        """Chunks that went, of all namespaces: number, namespace and tokens, oldest first, so many at a time.
+
+        They were noted in the transaction in which they went, and stay until `bury`, so that no kill in between leaves
+        KV of a chunk that nobody knows any more.
+        """
+        with self._reading() as db:
+            rows = db.execute("SELECT key, namespace, tokens FROM doomed ORDER BY key LIMIT ?", (_PAGE,)).fetchall()
+        return [(key, namespace, _tokens(blob)) for key, namespace, blob in rows]
+
+    def bury(self, numbers: Iterable[int]) -> None:
+        """Forget those of `doomed`: their KV files are gone."""
+        with self._writing() as db:
+            db.execute("DELETE FROM doomed WHERE key IN (SELECT value FROM json_each(?))", (_json(numbers),))
+
     # ------------------------------------------------------------ care
 
     def stats(self, namespace: str = "") -> dict[str, int]:
@@ -469,6 +554,26 @@ class Store:
                 for namespace, n in db.execute(bare):
                     problems.append(f"{n} chunks of namespace {namespace!r} have no vector: the next ingest makes them")
         return problems
+
+    def mend(self) -> list[str]:
+        """Delete chunks whose text is not the one they were stored with or that stand in no document; what is left.
+
+        The documents that such a text stood in lack it, and the next ingest takes them for changed.
+        """
+        with self._writing() as db:
+            chunks = db.execute("SELECT key, id, namespace, text FROM chunks")
+            rotten = [(key, namespace) for key, id, namespace, text in chunks if chunk_id(text) != id]
+            for key, namespace in rotten:
+                db.execute(
+                    "UPDATE documents SET sha256 = '' WHERE key IN (SELECT document FROM spans WHERE chunk = ?)", (key,)
+                )
+                db.execute("DELETE FROM spans WHERE chunk = ?", (key,))
+                _change(db, namespace)
+            unused = "SELECT key, namespace FROM chunks WHERE key NOT IN (SELECT chunk FROM spans)"
+            for key, namespace in db.execute(unused).fetchall():
+                _drop_unused(db, [key], namespace)
+                _change(db, namespace)
+        return self.check()
 
     # ------------------------------------------------------------ access to the file
 
@@ -520,6 +625,10 @@ _UNWARMED = """WHERE tokens IS NOT NULL
     AND NOT EXISTS (SELECT 1 FROM warmed WHERE chunk = key AND fingerprint = ?) AND namespace = ? AND key > ?"""
 
 
+def _packed(tokens: Sequence[int]) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
 def _json(values: Iterable[str | int]) -> str:
     return json.dumps(list(values))
 
@@ -540,7 +649,7 @@ def _floats(vector: NDArray[np.float32]) -> bytes:
 def _put_chunk(db: sqlite3.Connection, namespace: str, encoded: EncodedChunk) -> tuple[int, bool]:
     """The chunk's key, and whether the row is new."""
     chunk = encoded.chunk
-    blob = np.array(encoded.token_ids, dtype="<u4").tobytes() or None
+    blob = _packed(encoded.token_ids) or None
     row = db.execute(
         "INSERT INTO chunks (namespace, id, num_tokens, text, tokens) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT DO NOTHING RETURNING key",
@@ -564,14 +673,17 @@ def _change(db: sqlite3.Connection, namespace: str) -> None:
     db.execute("INSERT OR REPLACE INTO generations VALUES (?, ?)", (namespace, secrets.randbits(63)))
 
 
-def _drop_unused(db: sqlite3.Connection, keys: Iterable[int]) -> tuple[ChunkId, ...]:
-    """Delete those chunks that no span points to; their ids."""
+def _drop_unused(db: sqlite3.Connection, keys: Iterable[int], namespace: str) -> tuple[ChunkId, ...]:
+    """Delete those chunks of a namespace that no span points to, and note their tokens as doomed; their ids."""
     rows = db.execute(
         "DELETE FROM chunks WHERE key IN (SELECT value FROM json_each(?)) "
-        "AND NOT EXISTS (SELECT 1 FROM spans WHERE chunk = key) RETURNING id",
+        "AND NOT EXISTS (SELECT 1 FROM spans WHERE chunk = key) RETURNING id, tokens",
         (_json(keys),),
     ).fetchall()
-    return tuple(id for (id,) in rows)
+    db.executemany(
+        "INSERT INTO doomed (namespace, tokens) VALUES (?, ?)", [(namespace, blob) for _, blob in rows if blob]
+    )
+    return tuple(id for id, _ in rows)
 
 
 def _expect_contents(connection: sqlite3.Connection, path: Path) -> None:

@@ -161,6 +161,17 @@ class VectorIndex:
         return {"format": FORMAT, "store": self._store.id, "namespace": self._namespace}
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a cache file has the content that was written, whatever store and generation it stands for."""
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return _parse(head).get("checksum") == _checksum(body)
+
+
 def _checksum(body: bytes) -> str:
     return blake2b(body, digest_size=16).hexdigest()
 

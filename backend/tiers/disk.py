@@ -25,7 +25,7 @@ import socket
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -48,6 +48,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1
 """Bytes an element, by safetensors' name of the dtype."""
 
 MAX_HEADER_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 STALE_S = 24 * 3600
 HEX = "[0-9a-f]"
 FOLDERS = f"{HEX * 16}/{HEX * 16}/{HEX * 2}"
@@ -91,6 +92,22 @@ class Usage:
 
     num_files: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A file under a root, by its name alone; nothing says that it is whole.
+
+    Attributes:
+        model: the first 16 digits of the fingerprint.
+        space: see `space_of`.
+        key: of the chunk.
+    """
+
+    path: Path
+    model: str
+    space: str
+    key: str
 
 
 class DiskTier:
@@ -198,25 +215,9 @@ class DiskTier:
         Raises:
             ValueError: says what is wrong.
         """
-        size = os.fstat(file.fileno()).st_size
-        prefix = bytearray(8)
-        _read_exactly(file, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError("its header is too long")
-        raw = bytearray(length)
-        _read_exactly(file, memoryview(raw))
-        (kind, fingerprint, owner, checksum), form = _parse(raw)
-        if kind != FORMAT:
-            raise ValueError(f"it is of another format than {FORMAT}")
+        fingerprint, form, checksum = _read_header(file, key)
         if fingerprint != self._fingerprint:
             raise ValueError("it was made by another model or another setting (its fingerprint differs)")
-        if owner != key:
-            raise ValueError("it is another chunk's")
-        if bytes(prefix + raw) != self._header(key, form, checksum):
-            raise ValueError("its header is damaged")
-        if size != 8 + length + form.num_bytes:
-            raise ValueError(f"it has {size} bytes instead of {8 + length + form.num_bytes}")
         return form, checksum
 
     def _give_up(self, path: Path, error: Exception) -> DamagedFileError:
@@ -250,7 +251,7 @@ class DiskTier:
         path = self._path(key, namespace)
         if self._has(path, key):
             return False
-        header = self._header(key, form, self._checksum(key, form, data))
+        header = _header(self._fingerprint, key, form, self._checksum(key, form, data))
         num_bytes = len(header) + data.nbytes
         if self.budget_bytes is not None and num_bytes > self.budget_bytes:
             return False
@@ -280,15 +281,14 @@ class DiskTier:
 
     def usage(self) -> Usage:
         """Count and size of the chunk files under the root."""
-        sizes = [stat.st_size for _, stat in self._files("*.safetensors")]
+        sizes = [stat.st_size for _, stat in self._files()]
         return Usage(len(sizes), sum(sizes))
 
     def sweep(self) -> None:
         """Remove what interrupted writers left, and bring the store under its budget. For the start of an engine."""
-        for path, stat in self._files(".*.tmp"):
-            if _is_abandoned(path.name, stat.st_mtime):
-                with suppress(OSError):
-                    path.unlink()
+        for path in leftovers(self.root):
+            with suppress(OSError):
+                path.unlink()
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -299,7 +299,7 @@ class DiskTier:
         budget = self.budget_bytes
         if budget is None or (self._num_bytes is not None and self._num_bytes + num_bytes <= budget):
             return
-        files = sorted(self._files("*.safetensors"), key=lambda file: file[1].st_mtime_ns)
+        files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
         used = sum(stat.st_size for _, stat in files)
         if used + num_bytes > budget:
             for path, stat in files:
@@ -311,44 +311,132 @@ class DiskTier:
                     self.counters["evicted"] += 1
         self._num_bytes = used
 
-    def _files(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in self.root.glob(f"{FOLDERS}/{pattern}"):
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for file in chunk_files(self.root):
             with suppress(FileNotFoundError):
-                yield path, path.stat()
+                yield file.path, file.path.stat()
 
     # ------------------------------------------------------------ names and bytes
 
     def _path(self, key: str, namespace: str, rank: int | None = None) -> Path:
         assert key.isalnum(), "keys are hex digits"
-        space = blake2b(namespace.encode(), digest_size=8).hexdigest()
         shard = f".{self._rank if rank is None else rank}of{self._ranks}" if self._ranks > 1 else ""
-        return self.root / self._fingerprint[:16] / space / key[:2] / f"{key}{shard}.safetensors"
-
-    def _header(self, key: str, form: Form, checksum: str) -> bytes:
-        """Length and JSON of a safetensors header. The same arguments give the same bytes."""
-        entries: dict[str, Any] = {
-            "__metadata__": {"format": FORMAT, "fingerprint": self._fingerprint, "key": key, "checksum": checksum}
-        }
-        size = form.layer_bytes
-        for i, layer in enumerate(form.layers):
-            entries[layer] = {
-                "dtype": form.dtype,
-                "shape": list(form.shape),
-                "data_offsets": [i * size, (i + 1) * size],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return self.root / self._fingerprint[:16] / space_of(namespace) / key[:2] / f"{key}{shard}.safetensors"
 
     def _checksum(self, key: str, form: Form, data: Bytes) -> str:
-        return f"{zlib.crc32(data.data, zlib.crc32(self._header(key, form, ''))):08x}"
+        return f"{zlib.crc32(data.data, zlib.crc32(_header(self._fingerprint, key, form, ''))):08x}"
+
+
+# ---------------------------------------------------------------- a root, whoever made its files
+
+
+def space_of(namespace: str) -> str:
+    """The name of a namespace's folder."""
+    return blake2b(namespace.encode(), digest_size=8).hexdigest()
+
+
+def chunk_files(root: Path, space: str | None = None) -> Iterator[ChunkFile]:
+    """Every chunk file under a root, of all models, or of one namespace's folder; a root that is not there has none."""
+    folders = FOLDERS if space is None else f"{HEX * 16}/{space}/{HEX * 2}"
+    for path in root.glob(f"{folders}/*.safetensors"):
+        model, owner = path.parts[-4:-2]
+        yield ChunkFile(path, model, owner, path.name.partition(".")[0])
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What interrupted writers left under a root and nobody writes to any more."""
+    found = []
+    for path in root.glob(f"{FOLDERS}/.*.tmp"):
+        with suppress(FileNotFoundError):
+            if _is_abandoned(path.name, path.stat().st_mtime):
+                found.append(path)
+    return found
+
+
+def flaw(file: ChunkFile) -> str:
+    """What is wrong with a file, after reading all of it; empty if nothing is, or if it is gone. Changes nothing."""
+    try:
+        with file.path.open("rb", buffering=0) as opened:
+            fingerprint, form, checksum = _read_header(opened, file.key)
+            if not fingerprint.startswith(file.model):
+                return "it lies in another model's folder"
+            found = zlib.crc32(_header(fingerprint, file.key, form, ""))
+            piece = memoryview(bytearray(min(READ_BYTES, form.num_bytes)))
+            left = form.num_bytes
+            while left:
+                _read_exactly(opened, piece[:left])
+                found = zlib.crc32(piece[:left], found)
+                left -= min(left, len(piece))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return "" if f"{found:08x}" == checksum else "its checksum does not match its content"
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files for good: a power cut does not bring them back. Those that are gone already count as removed.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    folders = set()
+    for path in paths:
+        path.unlink(missing_ok=True)
+        folders.add(path.parent)
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            _sync_folder(folder)
+
+
+def _header(fingerprint: str, key: str, form: Form, checksum: str) -> bytes:
+    """Length and JSON of a safetensors header. The same arguments give the same bytes."""
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "fingerprint": fingerprint, "key": key, "checksum": checksum}
+    }
+    size = form.layer_bytes
+    for i, layer in enumerate(form.layers):
+        entries[layer] = {
+            "dtype": form.dtype,
+            "shape": list(form.shape),
+            "data_offsets": [i * size, (i + 1) * size],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(file: FileIO, key: str) -> tuple[str, Form, str]:
+    """Fingerprint, form and checksum of an open file, whose position is then the first tensor's.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    size = os.fstat(file.fileno()).st_size
+    prefix = bytearray(8)
+    _read_exactly(file, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError("its header is too long")
+    raw = bytearray(length)
+    _read_exactly(file, memoryview(raw))
+    (kind, fingerprint, owner, checksum), form = _parse(raw)
+    if kind != FORMAT:
+        raise ValueError(f"it is of another format than {FORMAT}")
+    if owner != key:
+        raise ValueError("it is another chunk's")
+    if bytes(prefix + raw) != _header(fingerprint, key, form, checksum):
+        raise ValueError("its header is damaged")
+    if size != 8 + length + form.num_bytes:
+        raise ValueError(f"it has {size} bytes instead of {8 + length + form.num_bytes}")
+    return fingerprint, form, checksum
 
 
 def _parse(raw: bytes | bytearray) -> tuple[tuple[str, ...], Form]:
     """Metadata (format, fingerprint, key, checksum) and form of a header.
 
     Raises:
-        ValueError: it is not one that `DiskTier._header` writes.
+        ValueError: it is not one that `_header` writes.
     """
     with suppress(ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
         entries = json.loads(raw)

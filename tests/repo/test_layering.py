@@ -57,7 +57,15 @@ RANKS = (
         "lazyrag.backend.tiers.*",
     },
     # 3: inside vLLM, and what combines parts
-    {"lazyrag.backend.plugin", "lazyrag.backend.plugin.*", "lazyrag.explain", "lazyrag.ingest", "lazyrag.library"},
+    {
+        "lazyrag.backend.plugin",
+        "lazyrag.backend.plugin.*",
+        "lazyrag.care",
+        "lazyrag.explain",
+        "lazyrag.ingest",
+        "lazyrag.library",
+        "lazyrag.transfer",
+    },
     # 4: the one facade
     {"lazyrag.client", "lazyrag.backend.server", "lazyrag.backend.server.*"},
     # 5: ways to reach it

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyrag.backend.hashing import ExtraKeys, block_hashes, chunk_key
+from lazyrag.backend.hashing import NAME_DIGITS, ExtraKeys, block_hashes, chunk_key, chunk_name, head_names
 from lazyrag.backend.layout import Layout, Span, lay_out
 
 PAD, BLOCK = 0, 4
@@ -257,7 +257,20 @@ def test_a_key_names_tokens_preamble_salt_and_adapter():
         chunk_key([]),
     ]
     assert len(set(keys)) == len(keys)
-    assert all(len(key) == 64 and int(key, 16) >= 0 for key in keys)
+    assert all(len(key) == 96 and int(key, 16) >= 0 for key in keys)
+
+
+def test_a_key_begins_with_the_name_of_the_chunk_whatever_it_was_computed_behind_or_with():
+    name = chunk_name([1, 2, 3], salt="s")
+    for settings in ({}, {"prefix": [4, 5]}, {"lora": "l"}):
+        assert chunk_key([1, 2, 3], salt="s", **settings)[:NAME_DIGITS] == name
+    assert len({name, chunk_name([1, 2, 3]), chunk_name([1, 2], salt="s"), chunk_name([1, 2, 3], salt="t")}) == 4
+
+
+def test_the_heads_of_a_chunk_are_named_as_chunks_of_their_own():
+    tokens = [7, 0, 2**31, 7]
+    assert head_names(tokens, salt="s") == [chunk_name(tokens[:n], salt="s") for n in range(1, 5)]
+    assert head_names([]) == []
 
 
 def test_a_key_is_the_same_in_every_process():
@@ -275,4 +288,4 @@ def test_a_key_never_changes_by_accident():
     assert chunk_key([1, 2, 3], prefix=[4], salt="s", lora="l") == KNOWN_KEY
 
 
-KNOWN_KEY = "30ce1a20b6bffa5d1c8c9a6eb0db6f4cd5216a66434c4043f2fe30f7157ef479"
+KNOWN_KEY = "43dce2431f779093a677bb3cc2aa86c70d0b753b61185c7e4aaaa63b585429e61719278d7c883b0ab5ebc4bd868e1867"

@@ -5,7 +5,8 @@ that says `<|im_end|>` cannot be told from the template. So the template is rend
 unguessable marker in place of each content. The second rendering says where the contents stand in the first one; the
 split is used only if template parts and contents, put together again, are exactly the first rendering. Templates may
 look into contents, strip them or write them as JSON; what they do to them beyond that ends in the fallback: the
-rendering stays whole, and control tokens in the contents are broken by a zero-width space.
+rendering stays whole, and control tokens in the contents are broken by a zero-width space (all that could begin one, if
+the template deletes text and puts one together by that).
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         longest_first = sorted(filter(None, control_tokens), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        beginnings = "".join(re.escape(first) for first in sorted({token[0] for token in longest_first if token}))
+        self._beginning = re.compile(f"[{beginnings}]" if beginnings else r"(?!)")
 
     def render(
         self,
@@ -174,11 +177,22 @@ class ChatTemplate:
         return RenderedChat(tuple(pieces))
 
     def _fallback(self, dicts: Any, tools: Any, fixed: Mapping[str, Any], reason: str) -> RenderedChat:
-        text = self._render(_map_strings(dicts, self._broken), _map_strings(tools, self._broken), fixed)
+        def render_with(change: Callable[[str], str]) -> str:
+            return self._render(_map_strings(dicts, change), _map_strings(tools, change), fixed)
+
+        text, safe = render_with(self._broken), render_with(self._shattered)
+        # What a template deletes may have held a control token's halves apart.
+        if self._control.findall(text) != self._control.findall(safe):
+            text = safe
         return RenderedChat((TextPiece(text, MIXED),), fallback=reason)
 
     def _broken(self, text: str) -> str:
+        """Control tokens broken."""
         return self._control.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
+
+    def _shattered(self, text: str) -> str:
+        """Nothing left that a control token could be made of, whatever is deleted from it."""
+        return self._beginning.sub(lambda found: found[0] + _BREAK, text)
 
     def _render(self, messages: Any, tools: Any, fixed: Mapping[str, Any]) -> str:
         now: datetime = fixed["now"]

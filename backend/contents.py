@@ -21,8 +21,15 @@ MOST_SENT = 1 << 22
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Tokens as bytes, in the order of this machine: both ends run on it."""
-    return array(TYPE, token_ids).tobytes()
+    """Tokens as bytes, in the order of this machine: both ends run on it.
+
+    Raises:
+        ValueError: something that is no whole number of 32 bits.
+    """
+    try:
+        return array(TYPE, token_ids).tobytes()
+    except (OverflowError, TypeError):
+        raise ValueError("a token id is no whole number, or too large") from None
 
 
 def unpack(data: bytes) -> list[int]:
@@ -38,6 +45,16 @@ def unpack(data: bytes) -> list[int]:
     return tokens.tolist()
 
 
+def check_tokens(token_ids: Sequence[int], vocabulary: int) -> None:
+    """The model would read an embedding that it does not have, and the engine would die of it.
+
+    Raises:
+        ValueError: a token id that is not below the size of the vocabulary.
+    """
+    if token_ids and max(token_ids) >= vocabulary:
+        raise ValueError(f"token id {max(token_ids)} is out of vocabulary, which has {vocabulary}")
+
+
 def name_of(data: bytes) -> str:
     """The name of packed tokens: 32 hex digits."""
     return blake2b(data, digest_size=16, person=b"lazyrag-tokens").hexdigest()
@@ -47,10 +64,12 @@ class Contents:
     """What an engine knows: the tokens of chunks by name, least recently used ones forgotten.
 
     Args:
+        vocabulary: of the model: token ids are below.
         most_tokens: that are kept.
     """
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, vocabulary: int, most_tokens: int = MOST_TOKENS) -> None:
+        self._vocabulary = vocabulary
         self._most_tokens = most_tokens
         self._num_tokens = 0
         self._known: OrderedDict[str, list[int]] = OrderedDict()
@@ -61,12 +80,14 @@ class Contents:
         """Keep packed tokens; returns their name and the tokens, which must not be changed.
 
         Raises:
-            ValueError: see `unpack`.
+            ValueError: see `unpack`; or a token that the model does not have.
         """
         name = name_of(data)
         tokens = self.get(name)
         if tokens is None:
-            tokens = self._known[name] = [self._numbers.setdefault(token, token) for token in unpack(data)]
+            given = unpack(data)
+            check_tokens(given, self._vocabulary)
+            tokens = self._known[name] = [self._numbers.setdefault(token, token) for token in given]
             self._num_tokens += len(tokens)
         while self._num_tokens > self._most_tokens and len(self._known) > 1:
             _, dropped = self._known.popitem(last=False)

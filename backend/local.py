@@ -270,7 +270,10 @@ class LocalEngine:
         if request.prefix_len:
             identities.insert(0, "preamble")
         runs = list(zip(identities, contents, strict=True))
-        names, sent = self._sender.names(runs, everything=send_everything)
+        try:
+            names, sent = self._sender.names(runs, everything=send_everything)
+        except ValueError as error:
+            raise RequestError("The tokens of a segment are not valid:", why=f"{error}.") from None
         return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent))
 
     def _count(self, reuse: Reuse) -> None:

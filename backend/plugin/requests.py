@@ -117,7 +117,8 @@ class RequestMaker:
         self._pad = pad_token(vllm_config.model_config.hf_config)
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
-        self._chains, self._contents = Chains(), Contents()
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self._chains, self._contents = Chains(), Contents(self._vocabulary)
         self._num_made = 0
         # Not to be guessed: a refused request is known by its id until its error is out.
         self._id_prefix = f"{wire.CHILD_PREFIX}{secrets.token_hex(8)}-"
@@ -221,7 +222,7 @@ class RequestMaker:
         if asked.names is None:
             check_spans(asked.spans, asked.prefix_len, len(token_ids))
             literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
-            return literals, contents, [name_of(pack(content)) for content in contents]
+            return literals, contents, [name_of(pack(content)) for content in contents]  # vLLM has checked them
         try:
             # All before any is looked up: the names of a request may be more than what is kept.
             sent = dict(map(self._contents.add, asked.contents.values()))

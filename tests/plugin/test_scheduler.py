@@ -783,6 +783,11 @@ def test_named_tokens_that_the_engine_lacks_are_asked_for_and_then_known(new_eng
     error = ask(names, {names[0]: packed[1], names[1]: packed[0][:-4]}).error
     assert isinstance(error, UnknownContentError)
     assert "1 segments" in str(error)
+    # Nor are tokens that the model does not have: the engine would die of them.
+    foreign = pack([600] * len(contents[0]))
+    error = ask([name_of(foreign), names[1]], {"any": foreign, names[1]: packed[1]}).error
+    assert isinstance(error, InputError)
+    assert "600 is out of vocabulary" in str(error)
     assert ask(names, dict(zip(names, packed, strict=True))).sources == ["computed"] * 2
     assert ask(names, {}).sources == ["hbm"] * 2
 

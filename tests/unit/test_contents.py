@@ -22,7 +22,7 @@ def test_what_is_no_tokens_is_refused(data):
 
 @given(st.lists(tokens, max_size=8))
 def test_an_engine_knows_under_a_name_what_was_sent_and_nothing_else(runs):
-    contents = Contents()
+    contents = Contents(2**31)
     added = [contents.add(pack(run)) for run in runs]
     assert added == [(name_of(pack(run)), run) for run in runs]
     names = [name for name, _ in added]
@@ -30,8 +30,22 @@ def test_an_engine_knows_under_a_name_what_was_sent_and_nothing_else(runs):
     assert contents.get("another") is None
 
 
+def test_tokens_that_the_model_does_not_have_are_not_kept():
+    contents = Contents(100)
+    contents.add(pack([99]))
+    with pytest.raises(ValueError, match="token id 100 is out of vocabulary"):
+        contents.add(pack([3, 100]))
+    assert contents.get(name_of(pack([3, 100]))) is None
+
+
+@pytest.mark.parametrize("tokens", [[2**31], [1.5], [None], ["a"]])
+def test_what_cannot_be_a_token_is_not_packed(tokens):
+    with pytest.raises(ValueError, match="no whole number"):
+        pack(tokens)
+
+
 def test_the_least_used_contents_are_forgotten():
-    contents = Contents(most_tokens=5)
+    contents = Contents(100, most_tokens=5)
     (a, _), (b, _) = contents.add(pack([1, 2])), contents.add(pack([3, 4]))
     assert contents.get(a) == [1, 2]
     c, _ = contents.add(pack([5, 6]))

@@ -442,6 +442,59 @@ def row_lines(rows: list[Row]) -> list[str]:
     return [*columns(table), f"{reusable} of {total} tokens are in chunks that can be reused"]
 
 
+@app.command()
+@guarded
+def serve(
+    store: StoreOption = None,
+    model: ModelOption = None,
+    mode: ModeOption = None,
+    preamble: PreambleOption = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: a free one.")] = 8000,
+    api_keys: Annotated[
+        Path | None, typer.Option("--api-keys", metavar="FILE", help="Keys and their namespaces. [this machine only]")
+    ] = None,
+    max_prompts: Annotated[
+        int, typer.Option("--max-prompts", min=1, help="Prompts that are answered or wait; more get status 429.")
+    ] = 256,
+    max_body: Annotated[int, typer.Option("--max-body", min=1, help="MiB of one request; larger get status 413.")] = 16,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve the model and the store over HTTP, for OpenAI's clients and LazyRAG's own."""
+    config = load(file, store=store, model=model, mode=mode, preamble=preamble)
+    try:
+        from lazyrag.backend.server.app import bound, create_app, run
+    except ImportError as error:
+        raise MissingExtraError(
+            "The server is not installed.", why=f"{error}.", fix='Type: pip install "lazyrag[server]".'
+        ) from error
+    from lazyrag.backend.server.auth import Keys
+    from lazyrag.backend.server.service import Limits
+    from lazyrag.backend.server.supervisor import SupervisedEngine
+    from lazyrag.client import LazyRAG, start_engine
+
+    keys = Keys.load(api_keys) if api_keys is not None else Keys()
+    embedded = LazyRAG(config)
+    config, folder = embedded.config, embedded.model
+    with bound(host, port, keys) as listener:
+        say("Starting the engine ...")
+        engine = SupervisedEngine(lambda: start_engine(config, folder))
+        try:
+            rag = LazyRAG(config, engine=engine)
+            limits = Limits(body_bytes=max_body << 20, generations=max_prompts)
+            name, number = listener.getsockname()[:2]
+            url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+            run(
+                create_app(rag, keys=keys, limits=limits, engine=engine),
+                listener,
+                started=lambda: reply({"url": url}, as_json, lambda: [f"Serving on {url}"]),
+                stopping=engine.stop_restarting,
+            )
+        finally:
+            engine.close()
+
+
 # ---------------------------------------------------------------- what there is
 
 

@@ -98,6 +98,10 @@ class LazyRAG:
                 cls._shared[key] = cls(config)
             return cls._shared[key]
 
+    def for_namespace(self, namespace: str) -> LazyRAG:
+        """A client of another tenant, on the same engine and store. It does not know what was registered here."""
+        return LazyRAG(replace(self.config, namespace=namespace), engine=self._engine)
+
     # ------------------------------------------------------------ what needs no engine
 
     @property

@@ -1,0 +1,190 @@
+"""/v1/documents, /v1/chunks, /v1/search, /v1/segment, /v1/query: what is stored, and what becomes of it in prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from lazyrag.backend.engine import Sampling, joined
+from lazyrag.backend.server.native import to_prompt
+from lazyrag.backend.server.problems import not_found
+from lazyrag.backend.server.schemas import DocumentIn, DocumentsRequest, QueryRequest, SearchRequest, SegmentRequest
+from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
+from lazyrag.types import Chunk, Document, Hit
+
+if TYPE_CHECKING:
+    from lazyrag.client import LazyRAG
+    from lazyrag.retrievers.store import Store
+
+router = APIRouter(prefix="/v1")
+
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+# ---------------------------------------------------------------- documents
+
+
+@router.post("/documents")
+async def add_documents(body: DocumentsRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Add documents, or take up what changed in them; the same documents again change nothing."""
+    return await service.write(_ingest, rag, [_document(given) for given in body.documents], body.warm)
+
+
+def _document(given: DocumentIn | str) -> Document:
+    if isinstance(given, str):
+        given = DocumentIn(text=given)
+    id = given.id or blake2b(given.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return Document(id, given.text, given.source or id, title=given.title, metadata=given.metadata)
+
+
+def _ingest(rag: LazyRAG, documents: Sequence[Document], warm: bool) -> dict[str, Any]:
+    *_, summary = rag.ingest(documents=documents, warm=warm)
+    values: dict[str, Any] = asdict(replace(summary, failed=()))  # type: ignore[type-var, call-arg, arg-type, unused-ignore]
+    failed = [{"id": failure.source, "error": str(failure.error)} for failure in summary.failed]  # type: ignore[union-attr]
+    return {**values, "ids": [document.id for document in documents], "failed": failed}
+
+
+@router.get("/documents")
+async def list_documents(rag: Caller, limit: Limit = 1000, after: str = "") -> dict[str, Any]:
+    """The documents, by id. `after`: the last id of the page before."""
+    return {"data": await asyncio.to_thread(_documents, rag, limit, after)}
+
+
+def _documents(rag: LazyRAG, limit: int, after: str) -> list[dict[str, Any]]:
+    if rag.store is None:
+        return []
+    later = (document for document in rag.store.documents(rag.config.namespace) if document.id > after)
+    return [
+        {"id": d.id, "source": d.source, "title": d.title, "metadata": dict(d.metadata)} for d in islice(later, limit)
+    ]
+
+
+@router.delete("/documents/{id:path}")
+async def delete_document(id: str, rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Delete a document, the chunks that only it held, and their KV on disk."""
+    removed = await service.write(_delete, rag, id)
+    return {"id": id, "deleted": True, **removed}
+
+
+def _delete(rag: LazyRAG, id: str) -> dict[str, int]:
+    store, namespace = rag.store, rag.config.namespace
+    if store is None or not any(document.id == id for document in store.documents(namespace)):
+        raise not_found("document_not_found", "There is no such document.", "GET /v1/documents lists them.", "id")
+    gone = rag.delete([id])
+    return {"chunks_removed": gone.chunks, "kv_files_removed": gone.kv_files}
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@router.get("/chunks")
+async def list_chunks(rag: Caller, limit: Limit = 1000, skip: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+    """Every place of every chunk, in the order of the documents, without the texts."""
+
+    def places() -> list[dict[str, Any]]:
+        chunks: Iterable[Chunk] = rag.store.chunks(rag.config.namespace) if rag.store is not None else ()
+        return [place_values(chunk) for chunk in islice(chunks, skip, skip + limit)]
+
+    return {"data": await asyncio.to_thread(places)}
+
+
+@router.get("/chunks/{id}")
+async def get_chunk(id: str, rag: Caller) -> dict[str, Any]:
+    """A chunk's text, and the places that hold it."""
+    return await asyncio.to_thread(_chunk, rag, id)
+
+
+def _chunk(rag: LazyRAG, id: str) -> dict[str, Any]:
+    store: Store | None = rag.store
+    places = store.spans_of([id], rag.config.namespace).get(id) if store is not None else None
+    if not places:
+        raise not_found("chunk_not_found", "There is no such chunk.", "GET /v1/chunks lists them.", "id")
+    return {"id": id, "text": places[0].text, "places": [place_values(place) for place in places]}
+
+
+def place_values(chunk: Chunk) -> dict[str, Any]:
+    """Where a chunk stands."""
+    names = ("id", "document_id", "source", "title", "page", "start", "end", "num_tokens")
+    return {name: getattr(chunk, name) for name in names} | {"metadata": dict(chunk.metadata)}
+
+
+def hit_values(hit: Hit) -> dict[str, Any]:
+    """A retrieved chunk with its text, score and places."""
+    also = [place_values(chunk) for chunk in hit.also]
+    return {**place_values(hit.chunk), "text": hit.chunk.text, "score": hit.score, "also": also}
+
+
+# ---------------------------------------------------------------- retrieval and prompts
+
+
+@router.post("/search")
+async def search(body: SearchRequest, rag: Caller) -> dict[str, Any]:
+    """The stored chunks that are nearest to a query."""
+    return {"data": [hit_values(hit) for hit in await rag.asearch(body.query, body.k)]}
+
+
+@router.post("/segment")
+async def segment(body: SegmentRequest, request: Request, rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Which parts of a prompt are known chunks, and why the others are not."""
+    call = Call(rag, to_prompt(body.prompt), Sampling(max_tokens=1), body.hints, body.tools, body.special)
+    reuse = None
+    if body.run:
+        with service.queue.places():
+            reuse = joined(await unless_gone(request, service.whole(call))).reuse
+    plan, rows = await asyncio.to_thread(_rows, call, reuse)
+    return {
+        "prefix_len": plan.prefix_len,
+        "num_tokens": len(plan.token_ids),
+        "pieces": [
+            {
+                "text": row.piece.text,
+                "token_ids": row.piece.token_ids,
+                "chunk_id": row.piece.chunk_id,
+                "reuse": row.piece.reuse,
+                "why_not": row.piece.reason or None,
+                "kind": row.kind,
+                "reused": row.reused,
+                "kv": row.source or None,
+                "reason": row.reason or None,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _rows(call: Call, reuse: Any) -> tuple[Any, Any]:
+    from lazyrag.explain import Alterations, explain
+
+    rag = call.rag
+    plan = call.plan or rag.plan(call.prompt, hints=call.hints, tools=call.tools, special=call.special)
+    return plan, explain(plan, reuse, nearest=Alterations(rag.library.segmenter).find)
+
+
+@router.post("/query")
+async def query(body: QueryRequest, request: Request, rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Retrieve, and answer from what was found; `sources` are the passages in the order of their numbers."""
+    sampling = Sampling(
+        max_tokens=body.max_tokens or rag.config.max_tokens,
+        temperature=rag.config.temperature if body.temperature is None else body.temperature,
+    )
+    with service.queue.places():
+        prompt, hits = await asyncio.to_thread(rag.question, body.question, body.k)
+        call = Call(rag, prompt, sampling)
+        whole = joined(await unless_gone(request, service.whole(call)))
+    reuse = whole.reuse
+    assert call.plan is not None
+    kv = dict(zip((s.chunk_id for s in call.plan.segments), reuse.sources if reuse else (), strict=False))
+    return {
+        "answer": whole.text,
+        "finish_reason": whole.finish_reason,
+        "sources": [{**hit_values(hit), "kv": kv.get(hit.chunk.id)} for hit in hits],
+        "prompt_tokens": reuse and reuse.prompt_tokens,
+        "reused_tokens": reuse and reuse.reused_tokens,
+        "generated_tokens": len(whole.token_ids),
+        "ttft_s": whole.ttft_s,
+    }

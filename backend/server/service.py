@@ -1,0 +1,282 @@
+"""What every route works with: the caller's client, a bounded queue, generation that ends when the caller is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from lazyrag.backend.engine import Delta, Sampling
+from lazyrag.backend.server.auth import Keys, is_loopback, names_loopback
+from lazyrag.backend.server.metrics import Metrics
+from lazyrag.backend.server.problems import RETRY_S, Problem
+from lazyrag.errors import ConfigError, RequestError
+from lazyrag.types import PromptPlan
+
+if TYPE_CHECKING:
+    from lazyrag.backend.server.supervisor import SupervisedEngine
+    from lazyrag.client import LazyRAG, Prompt
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        body_bytes: of one request; more is answered with 413.
+        generations: prompts that are answered or wait at one time; more are answered with 429.
+    """
+
+    body_bytes: int = 16 << 20
+    generations: int = 256
+
+
+class Queue:
+    """Counts the prompts that are answered or wait. Used in the event loop only."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.used, self.refused = size, 0, 0
+
+    @contextmanager
+    def places(self, count: int = 1) -> Iterator[None]:
+        """Take places for some prompts, and give them back at the end.
+
+        Raises:
+            Problem: there are too few (429).
+        """
+        if self.used + count > self.size:
+            self.refused += count
+            raise Problem(
+                429,
+                "rate_limit_exceeded",
+                RequestError(f"The server has {self.used} of at most {self.size} prompts.", fix="Try again later."),
+                retry_s=RETRY_S,
+            )
+        self.used += count
+        try:
+            yield
+        finally:
+            self.used -= count
+
+
+@dataclass(slots=True)
+class Call:
+    """One prompt to answer. `plan` is made by `Service.deltas` and stands from the first delta on."""
+
+    rag: LazyRAG
+    prompt: Prompt
+    sampling: Sampling
+    hints: Sequence[str] = ()
+    tools: Sequence[Any] | None = None
+    special: str = "allow"
+    plan: PromptPlan | None = field(default=None)
+
+
+class Service:
+    """A server's state. Used in the event loop only.
+
+    Args:
+        rag: answers for its own namespace, and is the source of the clients of the others.
+        keys: without any, only callers on this machine are served, as `rag`'s namespace.
+        limits: what is taken.
+        engine: the engine that `rag` runs on, if it is supervised.
+    """
+
+    def __init__(self, rag: LazyRAG, keys: Keys, limits: Limits, engine: SupervisedEngine | None) -> None:
+        self.root, self.keys, self.limits, self.engine = rag, keys, limits, engine
+        self.queue = Queue(limits.generations)
+        self.metrics = Metrics()
+        self._rags = {rag.config.namespace: rag}
+        # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
+
+    @property
+    def model(self) -> str:
+        """The model's name for clients: the last part of its folder's or its own name."""
+        config = self.root.config
+        return (config.model or str(self.root.model)).rstrip("/").rpartition("/")[2]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would find an engine."""
+        return self.engine is None or self.engine.alive
+
+    def close(self) -> None:
+        """Wait for writes under way."""
+        self._writer.shutdown(cancel_futures=True)
+
+    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run something that writes to the store, after everything that came before."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: function(*args, **kwargs))
+
+    # ------------------------------------------------------------ who asks
+
+    def client_of(self, request: Request) -> LazyRAG:
+        """The client of the caller's namespace.
+
+        Raises:
+            Problem: no key, an unknown one (401), or without keys a caller who may be elsewhere (403).
+        """
+        if not self.keys:
+            host = request.client.host if request.client else None
+            if not (is_loopback(host) and names_loopback(request.headers.get("host"))):
+                raise Problem(
+                    403,
+                    "not_local",
+                    ConfigError(
+                        "Without API keys, only requests from this machine to localhost are served.",
+                        fix="Start the server with --api-keys FILE.",
+                    ),
+                )
+            return self.root
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        namespace = self.keys.namespace(key.strip()) if scheme.lower() == "bearer" else None
+        if namespace is None:
+            raise Problem(
+                401,
+                "invalid_api_key",
+                ConfigError("The API key is missing or unknown.", fix="Send it: Authorization: Bearer KEY."),
+            )
+        if namespace not in self._rags:
+            self._rags[namespace] = self.root.for_namespace(namespace)
+        return self._rags[namespace]
+
+    # ------------------------------------------------------------ answers
+
+    async def deltas(self, call: Call) -> AsyncGenerator[Delta, None]:
+        """Plan a prompt and answer it. Closing the generator cancels; its place in the queue is the caller's matter."""
+        plan = await asyncio.to_thread(
+            call.rag.plan, call.prompt, hints=call.hints, tools=call.tools, special=call.special
+        )
+        call.plan = plan
+        generated = 0
+        async with aclosing(call.rag.astream(plan, call.sampling)) as deltas:
+            async for delta in deltas:
+                generated += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self.metrics.add(plan, delta.reuse, generated, delta.ttft_s)
+                yield delta
+
+    async def whole(self, call: Call) -> list[Delta]:
+        """All of an answer's deltas."""
+        async with aclosing(self.deltas(call)) as deltas:
+            return [delta async for delta in deltas]
+
+
+async def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+async def _caller(request: Request) -> Any:
+    found: Service = request.app.state.service
+    return found.client_of(request)
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
+Caller = Annotated[Any, Depends(_caller)]
+"""The caller's client, a `LazyRAG`, which is known to type checkers only."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The work's result; if the caller disconnects first, the work is cancelled.
+
+    Raises:
+        Problem: the caller has disconnected.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Problem(499, "client_disconnected", RequestError("The client has disconnected."))
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def begun(stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same stream, after its first item has come: an error before it can still have a status of its own."""
+    try:
+        first = await anext(stream)
+    except BaseException:
+        await stream.aclose()
+        raise
+
+    async def all_of_it() -> AsyncGenerator[T, None]:
+        async with aclosing(stream):
+            yield first
+            async for item in stream:
+                yield item
+
+    return all_of_it()
+
+
+async def lines(values: AsyncGenerator[Mapping[str, Any], None]) -> AsyncGenerator[str, None]:
+    """Values as JSON, one a line."""
+    async with aclosing(values):
+        async for value in values:
+            yield json.dumps(value) + "\n"
+
+
+class Stream(StreamingResponse):
+    """A body that is closed, and with it the generation behind it, when the caller is gone."""
+
+    def __init__(self, content: AsyncGenerator[str, None], media_type: str) -> None:
+        headers: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(content, media_type=media_type, headers=headers)
+        self._content = content
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the body."""
+        async with aclosing(self._content):
+            await super().stream_response(send)
+
+
+def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T | Exception], None]:
+    """The items of several streams as they come, with the stream's number; an error is its stream's last item."""
+    items: asyncio.Queue[tuple[int, T | Exception | None]] = asyncio.Queue()
+
+    async def feed(number: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async for item in stream:
+                items.put_nowait((number, item))
+        except Exception as error:
+            items.put_nowait((number, error))
+        else:
+            items.put_nowait((number, None))
+
+    async def run() -> AsyncGenerator[tuple[int, T | Exception], None]:
+        tasks = [asyncio.create_task(feed(number, stream)) for number, stream in enumerate(streams)]
+        try:
+            left = len(tasks)
+            while left:
+                number, item = await items.get()
+                if item is None or isinstance(item, Exception):
+                    left -= 1
+                if item is not None:
+                    yield number, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return run()

@@ -1,0 +1,135 @@
+"""Documents in, chunks out, questions answered, over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from fastapi.testclient import TestClient
+
+from lazyrag.backend.fake import FakeEngine
+from lazyrag.backend.server.app import create_app
+from lazyrag.client import LazyRAG
+from lazyrag.types import COMPUTED, HBM
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LETTER = "The keeper of the northern light wrote a letter to the harbour every winter, and nobody answered it. " * 3
+BRIDGE = "The bridge over the river was measured twice, and both times it was longer than the year before. " * 3
+
+
+@pytest.fixture
+def rag(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[LazyRAG]:
+    folder = model_folder("byte-level", chat_template=CHATML)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    engine = FakeEngine(folder)
+    yield LazyRAG(model=str(folder), engine=engine, store=tmp_path / "store", embedder="hash")
+    engine.close()
+
+
+@pytest.fixture
+def client(rag: LazyRAG) -> TestClient:
+    return TestClient(create_app(rag), base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
+
+
+def add(client: TestClient, *documents: Any, warm: bool = False) -> Any:
+    return client.post("/v1/documents", json={"documents": documents, "warm": warm}).json()
+
+
+def test_a_document_is_added_listed_changed_and_deleted(client: TestClient) -> None:
+    assert client.get("/v1/documents").json() == {"data": []}
+    given = {"id": "a/letter.txt", "text": LETTER, "title": "Letter", "metadata": {"year": 1901}}
+    assert add(client, given)["added"] == 1
+    assert add(client, given)["unchanged"] == 1
+    listed = {"id": "a/letter.txt", "source": "a/letter.txt", "title": "Letter", "metadata": {"year": 1901}}
+    assert client.get("/v1/documents").json() == {"data": [listed]}
+    changed = add(client, {**given, "text": LETTER + BRIDGE})
+    assert (changed["changed"], changed["added"]) == (1, 0)
+    gone = client.delete(f"/v1/documents/{quote('a/letter.txt', safe='')}").json()
+    assert gone["deleted"]
+    assert gone["chunks_removed"] > 0
+    assert client.get("/v1/chunks").json() == {"data": []}
+    assert client.delete("/v1/documents/a/letter.txt").status_code == 404
+
+
+def test_a_text_without_an_id_is_known_by_its_text(client: TestClient) -> None:
+    first = add(client, LETTER, {"text": BRIDGE})
+    assert (first["added"], len(set(first["ids"]))) == (2, 2)
+    assert add(client, LETTER)["ids"] == first["ids"][:1]
+    assert len(client.get("/v1/documents").json()["data"]) == 2
+
+
+def test_the_kv_is_computed_when_a_document_comes_in(client: TestClient) -> None:
+    assert add(client, LETTER, warm=True)["warmed"] >= 1
+    pieces = client.post("/v1/segment", json={"prompt": {"text": f"{LETTER}\nWhy?"}, "run": True}).json()["pieces"]
+    assert {piece["kv"] for piece in pieces if piece["kind"] == "chunk"} == {HBM}
+
+
+def test_documents_that_cannot_be_taken_are_named(client: TestClient) -> None:
+    got = add(client, {"id": "good", "text": LETTER}, {"id": "good", "text": BRIDGE})
+    assert got["added"] == 1
+    assert [failed["id"] for failed in got["failed"]] == ["good"]
+
+
+def test_lists_come_in_pages(client: TestClient) -> None:
+    add(client, *({"id": f"d{n}", "text": f"{n} {LETTER}"} for n in range(5)))
+    first = client.get("/v1/documents?limit=2").json()["data"]
+    rest = client.get("/v1/documents?limit=9&after=d1").json()["data"]
+    assert [document["id"] for document in [*first, *rest]] == [f"d{n}" for n in range(5)]
+    every = client.get("/v1/chunks").json()["data"]
+    paged = [client.get(f"/v1/chunks?limit=1&skip={n}").json()["data"] for n in range(len(every))]
+    assert [chunk for (chunk,) in paged] == every
+
+
+def test_a_chunk_is_shown_with_its_places(client: TestClient) -> None:
+    add(client, {"id": "one", "text": LETTER}, {"id": "two", "text": LETTER})
+    chunk = client.get("/v1/chunks").json()["data"][0]
+    got = client.get(f"/v1/chunks/{chunk['id']}").json()
+    assert got["text"] == LETTER[chunk["start"] : chunk["end"]]
+    assert [place["document_id"] for place in got["places"]] == ["one", "two"]
+    assert client.get("/v1/chunks/none").status_code == 404
+
+
+def test_a_prompt_is_explained_piece_by_piece(client: TestClient) -> None:
+    add(client, LETTER)
+    prompt = f"Read this.\n\n{LETTER.strip()}\n\nWhy?"
+    got = client.post("/v1/segment", json={"prompt": {"messages": [{"role": "user", "content": prompt}]}}).json()
+    assert prompt in "".join(piece["text"] for piece in got["pieces"])
+    assert got["num_tokens"] == sum(len(piece["token_ids"]) for piece in got["pieces"])
+    assert any(piece["reuse"] for piece in got["pieces"])
+    ran = client.post("/v1/segment", json={"prompt": {"text": prompt}, "run": True}).json()
+    assert "kept for the next request" in " ".join(piece["reason"] or "" for piece in ran["pieces"])
+
+
+@pytest.mark.parametrize("prompt", [{}, {"text": "a", "messages": []}])
+def test_a_prompt_is_one_of_its_forms(client: TestClient, prompt: dict[str, Any]) -> None:
+    refused = client.post("/v1/segment", json={"prompt": prompt})
+    assert refused.status_code == 400
+    assert "one of text, messages and pieces" in refused.json()["error"]["message"]
+
+
+def test_a_question_is_answered_with_its_sources(client: TestClient, rag: LazyRAG) -> None:
+    add(client, {"id": "letter", "text": LETTER}, {"id": "bridge", "text": BRIDGE})
+    question = "How long was the bridge over the river?"
+    got = client.post("/v1/query", json={"question": question, "k": 2}).json()
+    wanted = rag.query(question, 2)
+    assert got["answer"] == wanted.text
+    assert [source["id"] for source in got["sources"]] == [hit.chunk.id for hit in wanted.hits]
+    assert got["sources"][0]["document_id"] == "bridge"
+    assert {source["kv"] for source in got["sources"]} <= {COMPUTED, HBM}
+    found = client.post("/v1/search", json={"query": question, "k": 1}).json()["data"]
+    assert [hit["id"] for hit in found] == [wanted.hits[0].chunk.id]
+    assert found[0]["text"] == wanted.hits[0].chunk.text
+
+
+def test_a_question_to_nothing_is_refused_with_the_reason(client: TestClient) -> None:
+    for path, body in (("/v1/query", {"question": "Why?"}), ("/v1/search", {"query": "Why?"})):
+        refused = client.post(path, json=body)
+        assert refused.status_code == 400
+        assert "no store" in refused.json()["error"]["message"]

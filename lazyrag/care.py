@@ -61,11 +61,13 @@ class Flaw:
         where: a file, or what the store's check found it in.
         what: is wrong.
         mended: whether a repair has put it in order: the file is gone and is made again when it is needed.
+        harmless: it costs a computation at most, and eviction causes it, too.
     """
 
     where: str
     what: str
     mended: bool = False
+    harmless: bool = False
 
 
 # ---------------------------------------------------------------- KV of chunks that went
@@ -135,6 +137,50 @@ def kv_by_name(root: Path, namespace: str) -> dict[str, list[ChunkFile]]:
     for file in chunk_files(root, space_of(namespace)):
         files[file.key[:NAME_DIGITS]].append(file)
     return dict(files)
+
+
+def drop_kv(store: Store, namespace: str = "") -> None:
+    """Remove all KV files of a namespace, of all models.
+
+    Raises:
+        StoreError: one cannot be removed.
+    """
+    collect(store, (Waste(UNUSED, file.path, 0) for file in chunk_files(store.directory / KV, space_of(namespace))))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a chunk.
+
+    Attributes:
+        id: of the chunk.
+        num_tokens: that it has.
+        places: how often it stands in documents.
+        kv_bytes: of its KV files, of all models and preambles.
+        is_warm: whether one is of the model of the last ingest, or, if none has computed KV, of any.
+    """
+
+    id: ChunkId
+    num_tokens: int
+    places: int
+    kv_bytes: int
+    is_warm: bool
+
+
+def what_is_kept(store: Store, ids: Iterable[ChunkId], namespace: str = "") -> list[Kept]:
+    """What is kept of those chunks that exist, in the given order."""
+    ids = list(dict.fromkeys(ids))
+    model = store.settings().get("kv", "")[:16]
+    files = kv_by_name(store.directory / KV, namespace)
+    tokens, places = store.get_tokens(ids, namespace), store.spans_of(ids, namespace)
+    kept = []
+    for id in ids:
+        if id in places:
+            held = files.get(chunk_name(tokens[id], salt=namespace), ()) if id in tokens else ()
+            is_warm = any(file.model == model or not model for file in held)
+            num_bytes = sum(_size(file.path) for file in held)
+            kept.append(Kept(id, places[id][0].num_tokens, len(places[id]), num_bytes, is_warm))
+    return kept
 
 
 # ---------------------------------------------------------------- what nobody needs
@@ -227,11 +273,17 @@ def verify(store: Store, *, repair: bool = False) -> Iterator[Flaw]:
         collect(store, (Waste(UNUSED, path, 0) for path, _ in damaged))
     yield from (Flaw(str(path), what, mended=repair) for path, what in damaged)
     for namespace in store.namespaces():
-        for fingerprint, ids in missing_kv(store, namespace).items():
-            if repair:
-                store.forget_warm_chunks(ids, fingerprint, namespace)
+        if count := sum(map(len, missing_kv(store, namespace).values())):
             where = f"namespace {namespace!r}" if namespace else "store"
-            yield Flaw(where, f"the KV of {len(ids)} chunks is noted and not there", mended=repair)
+            yield Flaw(where, f"KV of {count} chunks is noted and not there", mended=repair, harmless=True)
+        if repair:
+            forget_missing_kv(store, namespace)
+
+
+def forget_missing_kv(store: Store, namespace: str) -> None:
+    """Take back the notes of KV that is not there."""
+    for fingerprint, ids in missing_kv(store, namespace).items():
+        store.forget_warm_chunks(ids, fingerprint, namespace)
 
 
 def missing_kv(store: Store, namespace: str) -> dict[str, list[ChunkId]]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lazyrag.ingest import IngestPlan, Summary
     from lazyrag.ingest import Progress as Step
     from lazyrag.loaders import Failure
+    from lazyrag.retrievers.store import Store, StoredDocument
+    from lazyrag.transfer import Moved
     from lazyrag.types import Chunk, Hit, PromptPlan
 
 P = ParamSpec("P")
@@ -68,6 +70,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+kv_app = typer.Typer(help="The chunks' KV.", no_args_is_help=True)
+app.add_typer(kv_app, name="kv")
 
 # Text, not a Path: an empty one would be the current folder, and is a mistake.
 StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
@@ -527,11 +531,13 @@ def list_documents(
     assert config.store is not None
     with Store.open(config.store) as opened:
         documents = list(opened.documents(config.namespace))
-    values = [
-        {"id": d.id, "source": d.source, "title": d.title, "metadata": dict(d.metadata), "mtime": d.mtime}
-        for d in documents
-    ]
+    values = [document_values(document) for document in documents]
     reply(values, as_json, lambda: columns([(d.source, d.title or "") for d in documents]))
+
+
+def document_values(document: StoredDocument) -> dict[str, Any]:
+    names = ("id", "source", "title", "mtime")
+    return {**{name: getattr(document, name) for name in names}, "metadata": dict(document.metadata)}
 
 
 @app.command()
@@ -556,6 +562,221 @@ def doctor(
         reply([asdict(row) for row in rows], True, list)
     if any(row.status == "fail" for row in rows):
         raise typer.Exit(FAILED)
+
+
+# ---------------------------------------------------------------- care of a store
+
+
+@app.command()
+@guarded
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="ID|PATH...", help="Documents, by id or path.")],
+    store: StoreOption = None,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Of a folder, all documents below it.")] = False,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete documents, and the chunks that only they hold with all their KV on disk."""
+    from lazyrag.care import delete
+
+    with opened(file, store, namespace) as (held, owner):
+        found = [match(held, owner, name, recursive=recursive) for name in names]
+        gone = delete(held, (id for ids in found for id in ids), owner)
+    line = f"deleted {gone.documents} documents, {gone.chunks} chunks, {gone.kv_files} KV files"
+    reply(asdict(gone), as_json, lambda: [line])
+
+
+@app.command()
+@guarded
+def show(
+    name: Annotated[str, typer.Argument(metavar="ID|PATH", help="A document, by id or path, or a chunk's id.")],
+    store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a document and its chunks, or the places of a chunk, and what KV is kept of them."""
+    from lazyrag.care import what_is_kept
+
+    with opened(file, store, namespace) as (held, owner):
+        places = held.spans_of([name], owner).get(name)
+        if places is None:
+            (id, *others) = match(held, owner, name)
+            if others:
+                raise InputError(f"{name} holds {len(others) + 1} documents.", fix="Name one: lazyrag ls shows them.")
+            places = held.chunks_of(id, owner)
+            document = next(document for document in held.documents(owner) if document.id == id)
+            values = document_values(document)
+        else:
+            values = {"id": name}
+        kept = {chunk.id: chunk for chunk in what_is_kept(held, (chunk.id for chunk in places), owner)}
+    values["kv_bytes"] = sum(chunk.kv_bytes for chunk in kept.values())
+    values["chunks"] = [
+        {**place_values(chunk), "places": (k := kept[chunk.id]).places, "kv_bytes": k.kv_bytes, "warm": k.is_warm}
+        for chunk in places
+        if chunk.id in kept
+    ]
+    table: list[tuple[str, ...]] = [("chunk", "document", "characters", "tokens", "places", "KV", "warm")]
+    for row in values["chunks"]:
+        where = f"{row['start']}-{row['end']}"
+        warm = "yes" if row["warm"] else "no"
+        cells = (row["id"], row["document_id"], where, row["num_tokens"], row["places"], size(row["kv_bytes"]), warm)
+        table.append(tuple(map(str, cells)))
+    reply(values, as_json, lambda: columns(table))
+
+
+@app.command()
+@guarded
+def gc(
+    store: StoreOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and stop.")] = False,
+    other_models: Annotated[
+        bool, typer.Option("--other-models", help="KV of models other than the last ingest's, too.")
+    ] = False,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what no document of the store needs: KV, caches, what interrupted writers left.
+
+    KV of texts that were registered by hand is such; it is computed again when it is used.
+    """
+    from lazyrag.care import collect, find_waste, remove_doomed_kv
+
+    with opened(file, store) as (held, _):
+        waste = find_waste(held, other_models=other_models)
+        if not dry_run:
+            collect(held, waste)
+            remove_doomed_kv(held)
+    values = [{"kind": item.kind, "path": str(item.path), "bytes": item.num_bytes} for item in waste]
+    total = f"{'would remove' if dry_run else 'removed'} {len(waste)} ({size(sum(w.num_bytes for w in waste))})"
+    kinds = Counter(item.kind for item in waste)
+    reply(values, as_json, lambda: [*(f"{kind}: {count}" for kind, count in sorted(kinds.items())), total])
+
+
+@app.command()
+@guarded
+def verify(
+    store: StoreOption = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged, so that it is made again.")] = False,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read all of a store, every byte of its KV included, and say what is wrong with it."""
+    from lazyrag import care
+
+    with opened(file, store) as (held, _):
+        flaws = list(care.verify(held, repair=repair))
+    lines = [
+        f"{'mended' if flaw.mended else 'note' if flaw.harmless else 'wrong':6}  {flaw.where}: {flaw.what}"
+        for flaw in flaws
+    ]
+    reply([asdict(flaw) for flaw in flaws], as_json, lambda: lines or ["nothing is wrong"])
+    if left := sum(not flaw.mended and not flaw.harmless for flaw in flaws):
+        say(f"{left} flaws are left." + ("" if repair else " Type the command again with --repair."))
+        raise typer.Exit(FAILED)
+
+
+@kv_app.command("rebuild")
+@guarded
+def kv_rebuild(
+    store: StoreOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all KV of the namespace first.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    model: ModelOption = None,
+    mode: ModeOption = None,
+    preamble: PreambleOption = None,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the chunks' KV that is not on disk."""
+    from lazyrag.client import LazyRAG
+    from lazyrag.ingest import Summary
+
+    config = load(file, store=store, model=model, mode=mode, preamble=preamble, namespace=namespace, of_store=True)
+    summary = Summary()
+    with progress(quiet) as show_step:
+        for event in LazyRAG(config).rebuild_kv(everything=everything):
+            if isinstance(event, Summary):
+                summary = event
+            else:
+                show_step(event)
+    list_failures(summary.failed)
+    values = {"warmed": summary.warmed, "failed": failure_values(summary.failed)}
+    reply(values, as_json, lambda: [f"computed the KV of {summary.warmed} chunks"])
+    raise typer.Exit(summary.exit_code)
+
+
+@app.command("export")
+@guarded
+def export_to(
+    target: Annotated[Path, typer.Argument(metavar="DIR|FILE.tar", help="What is to be written; must not exist.")],
+    store: StoreOption = None,
+    with_kv: Annotated[bool, typer.Option("--kv/--no-kv", help="With the chunks' KV.")] = True,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a store, with all its namespaces, to a folder or a tar file."""
+    from lazyrag.transfer import export_store
+
+    with opened(file, store) as (held, _):
+        moved = export_store(held, target, kv=with_kv)
+    reply(asdict(moved), as_json, lambda: [f"exported {moved_line(moved)}"])
+
+
+@app.command("import")
+@guarded
+def import_from(
+    source: Annotated[Path, typer.Argument(metavar="DIR|FILE.tar", help="What `lazyrag export` has written.")],
+    store: StoreOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a new store from an exported one."""
+    from lazyrag.transfer import import_store
+
+    config = load(file, store=store, of_store=True)
+    assert config.store is not None
+    moved = import_store(source, config.store)
+    reply(asdict(moved), as_json, lambda: [f"imported {moved_line(moved)}"])
+
+
+def moved_line(moved: Moved) -> str:
+    damaged = f", {moved.damaged} damaged ones left out" if moved.damaged else ""
+    kv = f"{moved.kv_files} KV files{damaged}"
+    return f"{moved.documents} documents, {moved.chunks} chunks, {kv}; {size(moved.num_bytes)}"
+
+
+@contextmanager
+def opened(file: Path | None, store: str | None, namespace: str | None = None) -> Iterator[tuple[Store, str]]:
+    """The store that a command is about, and the namespace."""
+    from lazyrag.retrievers.store import Store
+
+    config = load(file, store=store, namespace=namespace, of_store=True)
+    assert config.store is not None
+    with Store.open(config.store) as held:
+        yield held, config.namespace
+
+
+def match(store: Store, namespace: str, name: str, *, recursive: bool = False) -> list[str]:
+    """The ids of the documents that a name means: an id, a file's path, or (if it may) a folder's.
+
+    Raises:
+        InputError: none.
+    """
+    ids = [document.id for document in store.documents(namespace)]
+    path = os.path.abspath(name)
+    found = [id for id in ids if id in (name, path)]
+    found = found or [id for id in ids if id.startswith(f"{path}#")]  # the records of a file of records
+    below = [id for id in ids if id.startswith(os.path.join(path, ""))]
+    if found or (recursive and below):
+        return found or below
+    raise InputError(
+        f"There is no document {name} in the store:",
+        why=f"it is a folder with {len(below)} documents." if below else "no id and no path is that.",
+        fix="Add --recursive for all of them." if below else "lazyrag ls shows what there is.",
+    )
 
 
 # ---------------------------------------------------------------- speed

@@ -467,6 +467,26 @@ class LazyRAG:
 
         return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace)
 
+    def rebuild_kv(self, *, everything: bool = False) -> Iterator[Progress | Summary]:
+        """Compute the KV of the stored chunks that is not on disk; the last event is the Summary.
+
+        Args:
+            everything: remove all KV of the namespace first, of other models, too.
+
+        Raises:
+            ConfigError: there is no store, or no chunk's KV is kept with these settings.
+            EngineError: the engine cannot start, or stopped.
+        """
+        from lazyrag import care
+
+        store, namespace = self._needed_store(), self.config.namespace
+        if self._mode == "exact" or self.config.kv_dir is None:
+            raise ConfigError("No chunk's KV is kept on disk with these settings.", fix="Set mode lazy and kv_disk.")
+        if everything:
+            care.drop_kv(store, namespace)
+        care.forget_missing_kv(store, namespace)
+        yield from self.ingest(plan=self.plan_ingest())
+
     def needs_warming(self, plan: IngestPlan) -> bool:
         """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""
         if self._mode == "exact":
@@ -549,6 +569,8 @@ class LazyRAG:
         Raises:
             InputError: a question that is empty or not Unicode, or nothing to answer it from.
         """
+        if not isinstance(question, str):
+            raise InputError(f"A question is text, not a {type(question).__name__}.")
         if not question.strip():
             raise InputError("The question is empty.")
         if not _is_unicode(question):
@@ -648,6 +670,8 @@ def _checked(sampling: Sampling) -> Sampling:
     Raises:
         RequestError: one of a wrong type, or a number that does not fit into 64 bits.
     """
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"Sampling settings are a Sampling, not a {type(sampling).__name__}.")
     stop: Any = sampling.stop
     if isinstance(stop, str):
         stop = (stop,)

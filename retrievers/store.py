@@ -555,6 +555,11 @@ class Store:
                     problems.append(f"{n} chunks of namespace {namespace!r} have no vector: the next ingest makes them")
         return problems
 
+    def copy_to(self, path: Path) -> None:
+        """Write the store as it is at this moment, without remains of what was deleted, to a file that is not there."""
+        with self._reading() as db:
+            db.execute("VACUUM INTO ?", (str(path),))
+
     def mend(self) -> list[str]:
         """Delete chunks whose text is not the one they were stored with or that stand in no document; what is left.
 

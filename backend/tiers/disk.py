@@ -386,7 +386,7 @@ def remove_files(paths: Iterable[Path]) -> None:
         folders.add(path.parent)
     for folder in folders:
         with suppress(FileNotFoundError):
-            _sync_folder(folder)
+            sync(folder)
 
 
 def _header(fingerprint: str, key: str, form: Form, checksum: str) -> bytes:
@@ -477,7 +477,7 @@ def _write(path: Path, header: bytes, data: Bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _make_folder(folder: Path) -> None:
@@ -486,11 +486,12 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
+    sync(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,18 +1,24 @@
-"""Small tokenizers of the kinds that models use, and a way to make a segmenter from texts."""
+"""Small tokenizers of the kinds that models use, a segmenter made from texts, and an engine that keeps KV on disk."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Raw
 
 from lazyrag.anchors import AnchorIndex
+from lazyrag.backend.engine import Cancel, Deliver, Request
+from lazyrag.backend.fake import FakeEngine
+from lazyrag.backend.hashing import chunk_key
+from lazyrag.backend.tiers.disk import DiskTier, Form
 from lazyrag.segmenter import Segmenter
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import canonical, chunk_id
@@ -143,6 +149,29 @@ def segmenter_of(texts: Iterable[str], *, hidden: Iterable[str] = ()) -> Segment
     index = AnchorIndex(secret=b"tests")
     index.add([*known.items(), *((chunk_id(text), text) for text in hidden)])
     return Segmenter(index, lambda ids: {id: known[id] for id in ids if id in known})
+
+
+class SavingEngine(FakeEngine):
+    """Keeps the KV of chunks on disk as a real engine does: under the names that the plugin gives them."""
+
+    def __init__(self, model: Path, root: Path, fingerprint: str = "0123456789abcdef" * 4, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._info = replace(self._info, fingerprint=fingerprint)
+        self.tier = DiskTier(root, fingerprint)
+
+    def submit(self, request: Request, deliver: Deliver) -> Cancel:
+        for s in request.segments:
+            tokens = request.token_ids[s.start - s.offset : s.start + s.num_tokens]
+            prefix = request.token_ids[: request.prefix_len]
+            key = chunk_key(tokens, prefix=prefix, salt=request.namespace or None)
+            form = Form(("a", "b"), "BF16", (len(tokens), 1, 2))
+            self.tier.save(key, form, np.full(form.num_bytes, len(tokens) % 256, np.uint8), namespace=request.namespace)
+        return super().submit(request, deliver)
+
+
+@pytest.fixture(scope="session")
+def saving_engine() -> Callable[..., SavingEngine]:
+    return SavingEngine
 
 
 @pytest.fixture(scope="session")

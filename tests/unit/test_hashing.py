@@ -262,8 +262,8 @@ def test_a_key_names_tokens_preamble_salt_and_adapter():
 
 def test_a_key_begins_with_the_name_of_the_chunk_whatever_it_was_computed_behind_or_with():
     name = chunk_name([1, 2, 3], salt="s")
-    for settings in ({}, {"prefix": [4, 5]}, {"lora": "l"}):
-        assert chunk_key([1, 2, 3], salt="s", **settings)[:NAME_DIGITS] == name
+    for behind in ({}, {"prefix": [4, 5]}, {"lora": "l"}):
+        assert chunk_key([1, 2, 3], salt="s", **behind)[:NAME_DIGITS] == name
     assert len({name, chunk_name([1, 2, 3]), chunk_name([1, 2], salt="s"), chunk_name([1, 2, 3], salt="t")}) == 4
 
 

@@ -39,10 +39,22 @@ _THINKING = re.compile(r"(</?think>)")
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A run of a prompt's text; `kind` is one of `TEMPLATE`, `CONTENT`, `MIXED`."""
+    """A run of a prompt's text; `kind` is one of `TEMPLATE`, `CONTENT`, `MIXED`.
+
+    Raises:
+        InputError: another kind, or a text that is none.
+    """
 
     text: str
     kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in (TEMPLATE, CONTENT, MIXED) or not isinstance(self.text, str):
+            raise InputError(
+                "This is no piece of a prompt's text:",
+                why=f"its kind is {self.kind!r:.40}, its text a {type(self.text).__name__}.",
+                fix=f"The kinds are {TEMPLATE!r}, {CONTENT!r} and {MIXED!r}.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

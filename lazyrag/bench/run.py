@@ -102,6 +102,10 @@ def options(
         raise InputError("An option cannot be read:", why=str(error)) from None
     if not isinstance(arguments, dict):
         raise InputError("--engine-args must be a JSON object.", fix="Type: --engine-args '{\"max_num_seqs\": 32}'")
+    if kv_gb is not None and not 0 < kv_gb < 1e6:
+        raise InputError(f"--kv-gb is {kv_gb}: it must be a number of gigabytes.")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"{out} cannot be written:", why="it is a folder, or its folder does not exist.")
     return Options(
         shape=shape,
         model=model,

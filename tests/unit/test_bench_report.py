@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,8 +144,20 @@ def test_options_are_read_as_they_are_typed() -> None:
     assert (options.rounds, run.options(shape="tiny", quick=True).rounds) == (run.ROUNDS, run.QUICK_ROUNDS)
 
 
-@pytest.mark.parametrize("wrong", [{"engine_args": "{"}, {"engine_args": "[1]"}, {"capture_sizes": "1,two"}])
-def test_options_that_cannot_be_read_are_errors(wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine_args": "{"},
+        {"engine_args": "[1]"},
+        {"capture_sizes": "1,two"},
+        {"kv_gb": float("nan")},
+        {"kv_gb": float("inf")},
+        {"kv_gb": 0.0},
+        {"out": Path("/")},
+        {"out": Path("/nowhere/at/all.json")},
+    ],
+)
+def test_options_that_cannot_be_read_are_errors(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         run.options(shape="tiny", **wrong)
 

@@ -399,3 +399,9 @@ def test_many_messages_take_time_linear_in_their_number() -> None:
     rendered = template("trimming").render(messages)
     assert not rendered.fallback
     assert len([piece for piece in rendered.pieces if piece.kind == CONTENT]) == 400
+
+
+@pytest.mark.parametrize(("text", "kind"), [("a", "Content"), ("a", ""), ("a", None), (None, CONTENT), (b"a", MIXED)])
+def test_a_piece_of_text_is_text_of_a_known_kind(text: Any, kind: Any) -> None:
+    with pytest.raises(InputError, match="no piece of a prompt's text"):
+        TextPiece(text, kind)

@@ -22,7 +22,7 @@ from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import CONTENT, MIXED, Message, TextPiece, render
 from lazyrag.config import Config
-from lazyrag.errors import ConfigError, InputError, RequestError
+from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
@@ -78,6 +78,7 @@ class LazyRAG:
         self._engine = engine
         self._tokenizer: Tokenizer | None = None
         self._store: Store | None = None
+        self._store_file: tuple[int, int] | None = None
         self._library: Library | None = None
         self._planner: Planner | None = None
         self._searcher: Searcher | None = None
@@ -127,19 +128,29 @@ class LazyRAG:
 
     def _look_for_store(self) -> None:
         directory = self._config.store
-        if self._store is None and directory is not None:
-            from lazyrag.retrievers.store import FILE_NAME, Store
+        if directory is None:
+            return
+        from lazyrag.retrievers.store import FILE_NAME, Store
 
-            if (directory / FILE_NAME).is_file():
+        file = directory / FILE_NAME
+        if self._store is None:
+            if file.is_file():
                 self._take_store(Store.open(directory))
+        elif _identity(file) != self._store_file:
+            raise StoreError(
+                f"The store {directory} was removed or replaced since this client opened it.", fix="Make a new client."
+            )
 
     def _take_store(self, store: Store) -> None:
         """Use a store from now on; this client may have worked without it before."""
+        from lazyrag.retrievers.store import FILE_NAME
+
         known = store.settings()
         remembered: dict[str, Any] = {name: known[name] for name in unset(self._config) & known.keys()}
         origins = {**self._config.origins, **dict.fromkeys(remembered, str(store.directory))}
         self._config = replace(self._config, **remembered, origins=origins)
         self._store = store
+        self._store_file = _identity(store.directory / FILE_NAME)
         self._planner = None
         if (before := self._library) is not None:
             self._library = Library(self.tokenizer, store, self._config.namespace)
@@ -662,6 +673,15 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Of a file, whatever its name; None if there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _checked(sampling: Sampling) -> Sampling:

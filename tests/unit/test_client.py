@@ -30,6 +30,7 @@ from lazyrag.errors import (
     InputError,
     RequestError,
     RequestTimeoutError,
+    StoreError,
     UnsupportedError,
 )
 from lazyrag.explain import Alterations, Altered
@@ -493,6 +494,21 @@ def test_what_another_process_ingests_and_deletes_is_followed(connect: Connect) 
         other.delete_document("doc0")
     plan = rag.plan(prompt_of(A, B))
     assert [piece.text for piece in plan.pieces if piece.reuse] == [B]
+
+
+def test_a_store_that_was_made_again_is_not_taken_for_the_old_one(connect: Connect) -> None:
+    rag, _ = connect(store="kb")
+    shelve(rag, A)
+    assert rag.search("river", 1)
+    shutil.rmtree("kb")
+    with pytest.raises(StoreError, match="removed or replaced"):
+        rag.search("river", 1)
+    other, _ = connect(store="kb")
+    shelve(other, B)
+    for ask in (lambda: rag.search("river", 1), lambda: rag.plan(prompt_of(A)), lambda: rag.query("river?")):
+        with pytest.raises(StoreError, match="removed or replaced"):
+            ask()
+    assert other.search("river", 1)
 
 
 def test_a_chunk_that_was_unknown_once_is_warmed_when_it_is_known(connect: Connect) -> None:

@@ -417,11 +417,25 @@ class _Run:
         namespace = self._plan.namespace
         key = fingerprint or ""  # nothing is ever noted under the empty one
         total = self._store.num_unwarmed(key, namespace)
-        unmarked: list[ChunkId] = []
+        unmarked: dict[ChunkId, tuple[int, ...]] = {}
+        sent: dict[ChunkId, tuple[int, ...]] = {}
         done = 0
+
+        def chunks() -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+            for id, tokens in self._store.unwarmed(key, namespace):
+                sent[id] = tokens
+                yield id, tokens
+
+        def mark() -> None:
+            if fingerprint and unmarked:
+                self._store.mark_warm(unmarked, fingerprint, namespace)
+                self._store.doom(unmarked, namespace)  # another process may have deleted one while it was computed
+                unmarked.clear()
+
         try:
-            for id, result in warm(self._store.unwarmed(key, namespace)):
+            for id, result in warm(chunks()):
                 done += 1
+                tokens = sent.pop(id)
                 if isinstance(result, Exception):
                     if isinstance(result, EngineDeadError) or not isinstance(result, LazyRAGError):
                         raise result
@@ -429,14 +443,13 @@ class _Run:
                     continue
                 self._warmed += 1
                 if result.sources:  # else the engine took it for ordinary text, and keeps nothing
-                    unmarked.append(id)
-                if fingerprint and len(unmarked) == _MARK:
-                    self._store.mark_warm(unmarked, fingerprint, namespace)
-                    unmarked.clear()
+                    unmarked[id] = tokens
+                if len(unmarked) == _MARK:
+                    mark()
                 yield self._progress(WARM, done, total)
         finally:
-            if fingerprint and unmarked:
-                self._store.mark_warm(unmarked, fingerprint, namespace)
+            mark()
+            remove_doomed_kv(self._store)
 
     # ------------------------------------------------------------ events
 

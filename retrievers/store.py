@@ -518,6 +518,17 @@ class Store:
             rows = db.execute("SELECT key, namespace, tokens FROM doomed ORDER BY key LIMIT ?", (_PAGE,)).fetchall()
         return [(key, namespace, _tokens(blob)) for key, namespace, blob in rows]
 
+    def doom(self, chunks: Mapping[ChunkId, Sequence[int]], namespace: str = "") -> None:
+        """Note as doomed those chunks, given with their tokens, that are not there any more.
+
+        For whoever has just saved KV of them: it may have come after the removal of what a deletion had found.
+        """
+        with self._writing() as db:
+            rows = db.execute(f"SELECT id FROM chunks c WHERE namespace = ? AND {_AMONG}", (namespace, _json(chunks)))
+            gone = chunks.keys() - {id for (id,) in rows}
+            blobs = [(namespace, _packed(chunks[id])) for id in gone]
+            db.executemany("INSERT INTO doomed (namespace, tokens) VALUES (?, ?)", blobs)
+
     def bury(self, numbers: Iterable[int]) -> None:
         """Forget those of `doomed`: their KV files are gone."""
         with self._writing() as db:

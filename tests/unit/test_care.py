@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lazyrag import care
-from lazyrag.backend.engine import Engine, Sampling
+from lazyrag.backend.engine import Cancel, Deliver, Engine, Request, Sampling
 from lazyrag.backend.tiers.disk import chunk_files
 from lazyrag.care import CACHE, LEFTOVER, OTHER_MODEL, UNUSED, collect, find_waste, remove_doomed_kv, verify
 from lazyrag.client import LazyRAG
@@ -191,6 +191,31 @@ def test_kv_of_what_was_deleted_just_before_a_kill_goes_with_the_next_ingest(con
     assert len(kv(folder)) == 1
     with Store.open(folder) as store:
         assert store.doomed() == []
+
+
+def test_a_document_that_is_deleted_while_its_kv_is_computed_leaves_none(connect: Connect, folder: Path) -> None:
+    rag = connect()
+    with Store.open(folder, create=True) as store:
+        for event in rag.ingest(documents=[Document("a", A, "a.txt"), Document("b", B, "b.txt")]):
+            if getattr(event, "stage", "") == "store":
+                store.delete_document("a")
+    (of_b,) = kv(folder)
+    rag.delete(["b"])
+    assert not of_b.exists()
+
+
+def test_kv_that_is_saved_after_a_deletion_has_found_none_goes_with_the_run(connect: Connect, folder: Path) -> None:
+    rag = connect()
+    submit = rag.engine.submit
+
+    def submit_late(request: Request, deliver: Deliver) -> Cancel:
+        with Store.open(folder) as store:
+            care.delete(store, ["a"])
+        return submit(request, deliver)
+
+    rag.engine.submit = submit_late  # type: ignore[method-assign]
+    put(rag, a=A)
+    assert kv(folder) == set()
 
 
 def test_a_chunk_that_has_come_back_keeps_its_kv(connect: Connect, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every façade shares: which engine, how to generate, what to report, how tool calls look. No framework here."""
+"""What every façade shares: which client, how to generate, what to report, how tool calls look. No framework here."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
 
 from lazyrag.backend.engine import Delta, Sampling
+from lazyrag.backend.remote import RemoteRAG
 from lazyrag.client import LazyRAG
-from lazyrag.errors import InputError
+from lazyrag.errors import ConfigError, InputError
 from lazyrag.types import Answer, Reuse
+
+Client: TypeAlias = LazyRAG | RemoteRAG
 
 
 class Connection(BaseModel):
-    """Which LazyRAG a façade talks to: the settings of `lazyrag.Config`, or a `LazyRAG` to share.
+    """Which LazyRAG a façade talks to: the settings of `lazyrag.Config`, a server's address, or a client to share.
 
     A setting that is None comes from the environment or lazyrag.toml. Façades with the same settings share one engine,
-    which starts with the first request.
+    which starts with the first request. A server (`lazyrag serve`) has settings of its own.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
@@ -36,18 +39,38 @@ class Connection(BaseModel):
     dtype: str | None = Field(default=None, description="Data type of weights and KV.")
     max_model_len: int | None = Field(default=None, description="Tokens of prompt and answer together.")
     engine_args: dict[str, Any] | None = Field(default=None, description="More settings for vLLM, by its own names.")
-    lazyrag: LazyRAG | None = Field(
+    base_url: str | None = Field(default=None, description="Address of a server: http://127.0.0.1:8000.")
+    api_key: SecretStr | None = Field(
+        default=None, exclude=True, repr=False, description="For a server; an embedded engine asks for none."
+    )
+    lazyrag: Client | None = Field(
         default=None, exclude=True, repr=False, description="Use this client, not one of its own."
     )
 
-    _client: LazyRAG | None = PrivateAttr(default=None)
+    _client: Client | None = PrivateAttr(default=None)
 
     @property
-    def client(self) -> LazyRAG:
-        """The client behind this façade, found or made when it is first needed."""
+    def client(self) -> Client:
+        """The client behind this façade, found or made when it is first needed.
+
+        Raises:
+            ConfigError: a setting that cannot be, or that a server decides.
+        """
         if self._client is None:
             given = {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
-            self._client = self.lazyrag or LazyRAG.shared(**given)
+            if self.lazyrag is not None:
+                self._client = self.lazyrag
+            elif self.base_url is None:
+                self._client = LazyRAG.shared(**given)
+            elif given:
+                raise ConfigError(
+                    f"base_url cannot be combined with {', '.join(sorted(given))}:",
+                    why="the server decides these.",
+                    fix="Give one or the other.",
+                )
+            else:
+                key = self.api_key.get_secret_value() if self.api_key is not None else ""
+                self._client = RemoteRAG.shared(self.base_url, key)
         return self._client
 
     @property
@@ -56,7 +79,7 @@ class Connection(BaseModel):
         return self.client.config.model or str(self.client.model)
 
 
-SETTINGS = tuple(name for name in Connection.model_fields if name != "lazyrag")
+SETTINGS = tuple(name for name in Connection.model_fields if name not in ("base_url", "api_key", "lazyrag"))
 
 
 class StringPrompts(BaseModel):
@@ -84,7 +107,7 @@ class Generation(BaseModel):
     )
     timeout: float | None = Field(default=None, description="Seconds that a request may take.")
 
-    def sampling(self, client: LazyRAG, stop: str | Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
+    def sampling(self, client: Client, stop: str | Sequence[str] | None, call: Mapping[str, Any]) -> Sampling:
         """The settings of one request.
 
         Args:
@@ -171,7 +194,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
 
-def take_tools(client: LazyRAG, call: dict[str, Any]) -> list[Tool] | None:
+def take_tools(client: Client, call: dict[str, Any]) -> list[Tool] | None:
     """Take `tools` and `tool_choice` out of a request's settings; a call that the model must make is its `json_schema`.
 
     Returns:
@@ -206,7 +229,7 @@ def _tools(given: Any) -> list[Tool]:
     return tools
 
 
-def supports_tools(client: LazyRAG) -> bool:
+def supports_tools(client: Client) -> bool:
     """Whether the model's chat template has a place for tools."""
     return "tools" in (client.tokenizer.chat_template or "")
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 router = APIRouter(prefix="/v1")
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
+Skip = Annotated[int, Query(ge=0, le=1 << 40)]
 
 # ---------------------------------------------------------------- documents
 
@@ -83,7 +84,7 @@ def _delete(rag: LazyRAG, id: str) -> dict[str, int]:
 
 
 @router.get("/chunks")
-async def list_chunks(rag: Caller, limit: Limit = 1000, skip: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+async def list_chunks(rag: Caller, limit: Limit = 1000, skip: Skip = 0) -> dict[str, Any]:
     """Every place of every chunk, in the order of the documents, without the texts."""
 
     def places() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.language_models.base import LangSmithParams
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from lazyrag.backend.engine import Sampling
 from lazyrag.errors import InputError
@@ -19,12 +19,9 @@ class LangChainModel(Connection, Generation):
     """Settings, identity and token counts; to be derived from before LangChain's base class."""
 
     streaming: bool = Field(default=False, description="Stream inside invoke, too, so that callbacks see every token.")
-    api_key: SecretStr | None = Field(
-        default=None, description="Taken as every model takes one; a local engine asks for none."
-    )
     max_retries: int = Field(
         default=0,
-        description="Taken as every model takes it; what fails on a local engine fails again, so nothing is retried.",
+        description="Taken as every model takes it; what fails fails again, so nothing is retried.",
     )
 
     @property
@@ -36,7 +33,8 @@ class LangChainModel(Connection, Generation):
         """What an answer depends on: LangChain's cache keys answers by it."""
         config = self.client.config
         generation = {name: getattr(self, name) for name in Generation.model_fields}
-        return {**generation, **{name: getattr(config, name) for name in _IDENTITY}}
+        server = {"base_url": self.base_url} if self.base_url is not None else {}
+        return {**server, **generation, **{name: getattr(config, name) for name in _IDENTITY}}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params: LangSmithParams = super()._get_ls_params(stop=stop, **kwargs)  # type: ignore[misc]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import uvicorn
 
 from lazyrag.backend.fake import FakeEngine
+from lazyrag.backend.server import app as server_app
+from lazyrag.backend.server.app import bound, run
+from lazyrag.backend.server.auth import Keys
 from lazyrag.client import LazyRAG
 from lazyrag.ingest import Summary
 from lazyrag.types import Document
@@ -127,3 +133,35 @@ def shelved(connect: Connect, tmp_path: Path, passages: list[str]) -> LazyRAG:
     assert isinstance(summary, Summary)
     assert summary.exit_code == 0
     return client
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The app in a real server; yields its address."""
+    ready = threading.Event()
+    listener = bound("127.0.0.1", 0, Keys())
+    host, port = listener.getsockname()
+    servers: list[uvicorn.Server] = []
+
+    class Kept(server_app._Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            servers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_app, "_Server", Kept)
+        thread = threading.Thread(target=run, args=(app, listener), kwargs={"started": ready.set})
+        thread.start()
+        assert ready.wait(30)
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        servers[0].should_exit = True
+        thread.join(60)
+        listener.close()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[[Any], Any]:
+    """`with serving(app) as url`: the app in a real server."""
+    return served

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import schemathesis
-import uvicorn
 from hypothesis import HealthCheck, given, settings, strategies
 
 from lazyrag.backend.engine import Request
 from lazyrag.backend.fake import FakeEngine, words
-from lazyrag.backend.server import app as server_app
-from lazyrag.backend.server.app import bound, create_app, run
+from lazyrag.backend.server.app import create_app
 from lazyrag.backend.server.auth import Keys
 from lazyrag.backend.server.service import Limits
 from lazyrag.chat import Message
@@ -34,32 +30,6 @@ KEYS = Keys({KEY: "", OTHER: "b"})
 
 def reply(request: Request) -> str:
     return words(request) if request.sampling.json_schema is None else json.dumps({"colour": "green"})
-
-
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """The app in a real server; yields its address."""
-    ready = threading.Event()
-    listener = bound("127.0.0.1", 0, KEYS)
-    host, port = listener.getsockname()
-    servers: list[uvicorn.Server] = []
-
-    class Kept(server_app._Server):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            servers.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "_Server", Kept)
-        thread = threading.Thread(target=run, args=(app, listener), kwargs={"started": ready.set})
-        thread.start()
-        assert ready.wait(30)
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        servers[0].should_exit = True
-        thread.join(60)
-        listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +53,7 @@ def rag(
 
 
 @pytest.fixture(scope="module")
-def url(rag: LazyRAG) -> Iterator[str]:
+def url(rag: LazyRAG, serving: Callable[[Any], Any]) -> Iterator[str]:
     with serving(create_app(rag, keys=KEYS, limits=Limits(body_bytes=1 << 20, generations=80))) as url:
         yield url
 

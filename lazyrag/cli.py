@@ -459,7 +459,7 @@ def serve(
         Path | None, typer.Option("--api-keys", metavar="FILE", help="Keys and their namespaces. [this machine only]")
     ] = None,
     max_prompts: Annotated[
-        int, typer.Option("--max-prompts", min=1, help="Prompts that are answered or wait; more get status 429.")
+        int, typer.Option("--max-prompts", min=1, help="Prompts, searches and writes at a time; more get status 429.")
     ] = 256,
     max_body: Annotated[int, typer.Option("--max-body", min=1, help="MiB of one request; larger get status 413.")] = 16,
     file: FileOption = None,
@@ -486,7 +486,7 @@ def serve(
         engine = SupervisedEngine(lambda: start_engine(config, folder))
         try:
             rag = LazyRAG(config, engine=engine)
-            limits = Limits(body_bytes=max_body << 20, generations=max_prompts)
+            limits = Limits(body_bytes=max_body << 20, places=max_prompts)
             name, number = listener.getsockname()[:2]
             url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
             run(

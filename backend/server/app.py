@@ -85,9 +85,9 @@ def create_app(
         """Counters for Prometheus, over all namespaces."""
         queue = service.queue
         gauges: dict[str, tuple[str, float]] = {
-            "prompts": ("Prompts that are answered or wait.", queue.used),
-            "prompts_limit": ("Prompts that may be.", queue.size),
-            "prompts_refused": ("Prompts that were refused since the start.", queue.refused),
+            "places_taken": ("Prompts, searches and writes that are done or wait.", queue.used),
+            "places": ("How many of them may be.", queue.size),
+            "places_refused": ("How many were refused since the start.", queue.refused),
             "engine_up": ("Whether there is an engine.", int(service.is_ready)),
             "engine_restarts": ("How often the engine was started again.", engine.restarts if engine else 0),
         }

@@ -124,20 +124,19 @@ def hit_values(hit: Hit) -> dict[str, Any]:
 
 
 @router.post("/search")
-async def search(body: SearchRequest, rag: Caller) -> dict[str, Any]:
+async def search(body: SearchRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """The stored chunks that are nearest to a query."""
-    return {"data": [hit_values(hit) for hit in await rag.asearch(body.query, body.k)]}
+    with service.queue.places():
+        return {"data": [hit_values(hit) for hit in await rag.asearch(body.query, body.k)]}
 
 
 @router.post("/segment")
 async def segment(body: SegmentRequest, request: Request, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """Which parts of a prompt are known chunks, and why the others are not."""
     call = Call(rag, to_prompt(body.prompt), Sampling(max_tokens=1), body.hints, body.tools, body.special)
-    reuse = None
-    if body.run:
-        with service.queue.places():
-            reuse = joined(await unless_gone(request, service.whole(call))).reuse
-    plan, rows = await asyncio.to_thread(_rows, call, reuse)
+    with service.queue.places():
+        reuse = joined(await unless_gone(request, service.whole(call))).reuse if body.run else None
+        plan, rows = await asyncio.to_thread(_rows, call, reuse)
     return {
         "prefix_len": plan.prefix_len,
         "num_tokens": len(plan.token_ids),

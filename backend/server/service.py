@@ -35,32 +35,40 @@ class Limits:
 
     Attributes:
         body_bytes: of one request; more is answered with 413.
-        generations: prompts that are answered or wait at one time; more are answered with 429.
+        places: prompts, searches and writes that are done or wait at one time; more are answered with 429.
     """
 
     body_bytes: int = 16 << 20
-    generations: int = 256
+    places: int = 256
 
 
 class Queue:
-    """Counts the prompts that are answered or wait. Used in the event loop only."""
+    """Counts what is done or waits: prompts, searches, writes. Used in the event loop only."""
 
     def __init__(self, size: int) -> None:
         self.size, self.used, self.refused = size, 0, 0
 
     @contextmanager
     def places(self, count: int = 1) -> Iterator[None]:
-        """Take places for some prompts, and give them back at the end.
+        """Take places, and give them back at the end.
 
         Raises:
-            Problem: there are too few (429).
+            Problem: there are too few now (429), or in any case (400).
         """
+        if count > self.size:
+            raise Problem(
+                400,
+                "too_many_prompts",
+                RequestError(f"The request has {count} prompts.", why=f"The server takes {self.size} at a time."),
+            )
         if self.used + count > self.size:
             self.refused += count
             raise Problem(
                 429,
                 "rate_limit_exceeded",
-                RequestError(f"The server has {self.used} of at most {self.size} prompts.", fix="Try again later."),
+                RequestError(
+                    "The server is busy:", why=f"{self.used} of {self.size} places are taken.", fix="Try again."
+                ),
                 retry_s=RETRY_S,
             )
         self.used += count
@@ -95,7 +103,7 @@ class Service:
 
     def __init__(self, rag: LazyRAG, keys: Keys, limits: Limits, engine: SupervisedEngine | None) -> None:
         self.root, self.keys, self.limits, self.engine = rag, keys, limits, engine
-        self.queue = Queue(limits.generations)
+        self.queue = Queue(limits.places)
         self.metrics = Metrics()
         self._rags = {rag.config.namespace: rag}
         # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
@@ -118,7 +126,8 @@ class Service:
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that writes to the store, after everything that came before."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: function(*args, **kwargs))
+        with self.queue.places():
+            return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: function(*args, **kwargs))
 
     # ------------------------------------------------------------ who asks
 

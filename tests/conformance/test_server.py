@@ -54,7 +54,7 @@ def rag(
 
 @pytest.fixture(scope="module")
 def url(rag: LazyRAG, serving: Callable[[Any], Any]) -> Iterator[str]:
-    with serving(create_app(rag, keys=KEYS, limits=Limits(body_bytes=1 << 20, generations=80))) as url:
+    with serving(create_app(rag, keys=KEYS, limits=Limits(body_bytes=1 << 20, places=80))) as url:
         yield url
 
 

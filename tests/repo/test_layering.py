@@ -96,6 +96,9 @@ ONLY_IMPORTED_BY = {
     "llama_index": ("lazyrag.integrations.llama_index",),
     "typer": ("lazyrag.cli",),
     "rich": ("lazyrag.cli",),
+    "fastapi": ("lazyrag.backend.server",),
+    "uvicorn": ("lazyrag.backend.server",),
+    "httpx": ("lazyrag.backend.remote",),
 }
 """Packages that only these modules (and what is below them) may import."""
 

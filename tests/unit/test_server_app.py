@@ -170,18 +170,37 @@ def test_a_body_that_is_too_large_is_refused_declared_or_not(make: Callable[...,
 
 
 def test_a_full_queue_says_when_to_come_again(make: Callable[..., Made]) -> None:
-    client, _, engine = make(limits=Limits(generations=2))
-    full = completion(client, ["a", "b", "c"])
-    assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
-    assert full.json()["error"]["type"] == "rate_limit_error"
+    client, _, engine = make(limits=Limits(places=2))
+    queue = client.app.state.service.queue  # type: ignore[attr-defined]
+    wanted = client.get("/v1/models").json()["data"][0]["id"]
+    with queue.places(2):
+        for path, body in (
+            ("completions", {"model": wanted, "prompt": "Hello"}),
+            ("completions", {"model": wanted, "prompt": "Hello", "stream": True}),
+            ("generate", {"prompts": [{"text": "Hello"}]}),
+            ("segment", {"prompt": {"text": "Hello"}}),
+            ("search", {"query": "Hello"}),
+            ("query", {"question": "Hello?"}),
+            ("documents", {"documents": ["Hello"]}),
+        ):
+            full = client.post(f"/v1/{path}", json=body)
+            assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+            assert full.json()["error"]["type"] == "rate_limit_error"
     assert engine.requests == []
     assert completion(client, ["a", "b"]).status_code == 200
     assert completion(client, ["a", "b"], stream=True).status_code == 200
-    assert client.app.state.service.queue.used == 0  # type: ignore[attr-defined]
+    assert queue.used == 0
+
+
+def test_more_prompts_than_there_are_places_are_never_taken(make: Callable[..., Made]) -> None:
+    client, _, _ = make(limits=Limits(places=2))
+    refused = completion(client, ["a", "b", "c"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_prompts")
+    assert "Retry-After" not in refused.headers
 
 
 def test_places_in_the_queue_come_back_whatever_happened(make: Callable[..., Made]) -> None:
-    client, _, _ = make(limits=Limits(generations=1), error=lambda request: CapacityError("No room."))
+    client, _, _ = make(limits=Limits(places=1), error=lambda request: CapacityError("No room."))
     for stream in (False, True) * 3:
         assert completion(client, stream=stream).status_code == 400
     assert client.app.state.service.queue.used == 0  # type: ignore[attr-defined]

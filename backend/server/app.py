@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -25,7 +26,7 @@ from lazyrag.backend.server.auth import Keys, is_loopback
 from lazyrag.backend.server.metrics import CONTENT_TYPE
 from lazyrag.backend.server.problems import Problem, problem_of, response_of
 from lazyrag.backend.server.service import Caller, Limits, Service, ServiceOf
-from lazyrag.errors import ConfigError, InputError, LazyRAGError
+from lazyrag.errors import ConfigError, EngineDeadError, InputError, LazyRAGError
 
 if TYPE_CHECKING:
     from lazyrag.backend.server.supervisor import SupervisedEngine
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 30
+GRACE_S = 15
 """How long a server that is told to stop waits for requests under way."""
 
 
@@ -147,6 +148,10 @@ class _Watch:
 
         try:
             await self._app(scope, receive, seen)
+        except asyncio.CancelledError:  # uvicorn's, when `GRACE_S` are over; whoever is answered sees it break off
+            logger.warning("A request was cut off, for the server stops.")
+            if not status:
+                await response_of(problem_of(EngineDeadError("The server stops.")))(scope, receive, seen)
         except Exception as error:
             place = extract_tb(error.__traceback__)[-1]
             logger.error("A request failed: %s at %s:%s.", type(error).__name__, place.filename, place.lineno)

@@ -27,6 +27,11 @@ class Closing(FakeEngine):
         super().close()
         print("closed", file=sys.stderr)
 
+if sys.argv[1] == "impatient":
+    from lazyrag.backend.server import app
+    app.GRACE_S = 1
+    del sys.argv[1]
+
 client.start_engine = lambda config, model: Closing(model, mode=config.mode, delay_s=0.002)
 from lazyrag.cli import main
 main()
@@ -41,10 +46,13 @@ def folder(model_folder: Callable[..., Path]) -> Path:
     return folder
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+ENDLESS = {"prompt": "Go on", "max_tokens": 4000, "ignore_eos": True}
+
+
+def start(folder: Path, *arguments: str, first: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LAZYRAG_")}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "serve", "--model", str(folder), "--port", "0", *arguments],
+        [sys.executable, "-c", SCRIPT, *first, "serve", "--model", str(folder), "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -54,8 +62,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = start(folder, "--json", *arguments)
+def serving(folder: Path, *arguments: str, first: tuple[str, ...] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = start(folder, "--json", *arguments, first=first)
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
@@ -77,6 +85,29 @@ def test_told_to_stop_it_ends_its_requests_and_closes_the_engine(folder: Path, n
         assert last["delta"]["finish_reason"] == "length"
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
+        assert errors.splitlines()[-1] == "closed"
+
+
+def test_when_its_patience_ends_it_cuts_requests_off_and_stops(folder: Path) -> None:
+    with (
+        serving(folder, first=("impatient",)) as (process, url),
+        httpx.Client(timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompts": [{"text": "Go on"}], "sampling": {"max_tokens": 4000, "ignore_eos": True}}
+        whole = pool.submit(client.post, f"{url}/v1/completions", json={**ENDLESS, "model": folder.name})
+        with client.stream("POST", f"{url}/v1/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            while "lazyrag_places_taken 2" not in client.get(f"{url}/metrics").text:
+                assert not whole.done()
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert whole.result().status_code == 503
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
         assert errors.splitlines()[-1] == "closed"
 
 

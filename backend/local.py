@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
+from json import JSONDecodeError
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,6 +133,12 @@ class LocalEngine:
 
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
+        except JSONDecodeError as error:
+            raise EngineStartError(
+                f"A file in {arguments['model']} cannot be read:",
+                why=f"it holds broken JSON ({error}); the head of a .safetensors file is JSON, too.",
+                fix="Fetch the model again.",
+            ) from error
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "vLLM does not accept the engine's settings:",

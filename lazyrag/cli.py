@@ -787,8 +787,8 @@ def match(store: Store, namespace: str, name: str, *, recursive: bool = False) -
 def bench(
     what: Annotated[What, typer.Argument(help="Figures, or where a hot request's milliseconds go.")] = What.run,
     shape: Annotated[
-        str, typer.Option("--shape", help="llama-8b (for a GPU) or tiny; chooses the workloads, too.")
-    ] = "llama-8b",
+        str | None, typer.Option("--shape", help="llama-8b or tiny; chooses the workloads, too. [tiny without a GPU]")
+    ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="Folder of a model with weights. [the shape's]")] = None,
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="NAMES", help="With commas, in order of weight. [all]")

@@ -570,7 +570,8 @@ class LazyRAG:
             raise ConfigError("No store is named.", fix="Pass store=..., --store or LAZYRAG_STORE: a folder.")
         if store is None:
             raise ConfigError(
-                f"There is no store in {directory}.", fix=f"Make one: lazyrag ingest PATH --store {directory}"
+                f"There is no store in {directory}{'' if self.config.model else ', and no model is named'}.",
+                fix=f"Make one: lazyrag ingest PATH --store {directory} --model MODEL",
             )
         return store
 

@@ -123,8 +123,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
-        "gpu": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
+        "gpu": gpus(),
     }
+
+
+def gpus() -> list[str]:
+    """Names and drivers of this machine's NVIDIA GPUs."""
+    return _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
 
 
 def _cpu() -> str:

@@ -75,7 +75,7 @@ class Options:
 
 def options(
     *,
-    shape: str,
+    shape: str | None = None,
     model: Path | None = None,
     metrics: str | None = None,
     quick: bool = False,
@@ -89,7 +89,7 @@ def options(
     out: Path | None = None,
     command: str = "",
 ) -> Options:
-    """`Options` from what is typed: names and numbers with commas, gigabytes, JSON.
+    """`Options` from what is typed: names and numbers with commas, gigabytes, JSON; no shape: what the machine can run.
 
     Raises:
         InputError: something that cannot be read.
@@ -107,7 +107,7 @@ def options(
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise InputError(f"{out} cannot be written:", why="it is a folder, or its folder does not exist.")
     return Options(
-        shape=shape,
+        shape=shape or ("llama-8b" if report.gpus() else "tiny"),
         model=model,
         metrics=tuple(name.strip() for name in metrics.split(",")) if metrics else names,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),

@@ -144,6 +144,15 @@ def test_options_are_read_as_they_are_typed() -> None:
     assert (options.rounds, run.options(shape="tiny", quick=True).rounds) == (run.ROUNDS, run.QUICK_ROUNDS)
 
 
+@pytest.mark.parametrize(("gpus", "shape"), [([], "tiny"), (["NVIDIA H200, 580"], "llama-8b")])
+def test_the_shape_is_one_that_the_machine_can_run(
+    gpus: list[str], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "gpus", lambda: gpus)
+    assert run.options().shape == shape
+    assert run.options(shape="tiny").shape == "tiny"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

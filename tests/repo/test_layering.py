@@ -45,6 +45,7 @@ RANKS = (
     {
         "lazyrag.kernels.*",
         "lazyrag.retrievers.*",
+        "lazyrag.questions",
         "lazyrag.segmenter",
         "lazyrag.plan",
         "lazyrag.chat",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from lazyrag.errors import RequestTimeoutError
-from lazyrag.types import ChunkId, Reuse, Segment
+from lazyrag.types import ChunkId, Citation, Reuse, Segment
 
 MODES = ("exact", "lazy", "lazy-prefix")
 
@@ -70,6 +70,7 @@ class Delta:
         finish_reason: None until the last delta, then "stop", "length" or "abort".
         reuse: set on the last delta.
         ttft_s: seconds from `submit` to the first token; set on the last delta.
+        citations: see `Answer.citations`; set on the last delta by `LazyRAG`, which knows the documents.
     """
 
     text: str = ""
@@ -78,6 +79,7 @@ class Delta:
     finish_reason: str | None = None
     reuse: Reuse | None = None
     ttft_s: float | None = None
+    citations: tuple[Citation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         reuse=last.reuse,
         ttft_s=last.ttft_s,
+        citations=last.citations,
     )
 
 

@@ -25,7 +25,7 @@ from lazyrag.chat import Message, TextPiece
 from lazyrag.config import Config
 from lazyrag.errors import EngineDeadError, EngineError, InputError, LazyRAGError, RequestError
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, Chunk, Hit, Piece, PromptPlan, Reuse
+from lazyrag.types import Answer, Chunk, Citation, Hit, Piece, PromptPlan, Reuse
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[TextPiece]
 Values: TypeAlias = Mapping[str, Any]
@@ -311,7 +311,16 @@ class _Answers:
             if whole.finish_reason is None:
                 raise _broken()
             reuse = whole.reuse or Reuse(0, 0)
-            answers.append(Answer(whole.text, whole.token_ids, whole.finish_reason, reuse, ttft_s=whole.ttft_s))
+            answers.append(
+                Answer(
+                    whole.text,
+                    whole.token_ids,
+                    whole.finish_reason,
+                    reuse,
+                    ttft_s=whole.ttft_s,
+                    citations=whole.citations,
+                )
+            )
         return answers
 
 
@@ -364,7 +373,13 @@ def _item(line: str) -> tuple[int, Delta | LazyRAGError]:
         finish_reason=delta.get("finish_reason"),
         reuse=Reuse(reuse[0], reuse[1], tuple(reuse[2])) if reuse is not None else None,
         ttft_s=delta.get("ttft_s"),
+        citations=tuple(map(_citation, delta.get("citations", ()))),
     )
+
+
+def _citation(values: Values) -> Citation:
+    places = (_chunk(place, values["text"]) for place in values["places"])
+    return Citation(values["chunk_id"], values["kv"], tuple(places))
 
 
 def _error_of(response: httpx.Response) -> LazyRAGError:

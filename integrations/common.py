@@ -16,7 +16,7 @@ from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.remote import RemoteRAG
 from lazyrag.client import LazyRAG
 from lazyrag.errors import ConfigError, InputError
-from lazyrag.types import Answer, Reuse
+from lazyrag.types import Answer, Citation, Reuse
 
 Client: TypeAlias = LazyRAG | RemoteRAG
 
@@ -154,7 +154,12 @@ class Heard:
         if delta.finish_reason is None:
             return None
         return Answer(
-            self.text, tuple(self.token_ids), delta.finish_reason, delta.reuse or Reuse(0, 0), ttft_s=delta.ttft_s
+            self.text,
+            tuple(self.token_ids),
+            delta.finish_reason,
+            delta.reuse or Reuse(0, 0),
+            ttft_s=delta.ttft_s,
+            citations=delta.citations,
         )
 
 
@@ -167,7 +172,18 @@ def report(answer: Answer) -> dict[str, Any]:
         "segments": len(answer.reuse.sources),
         "sources": list(answer.reuse.sources),
         "ttft_s": answer.ttft_s,
+        "citations": [_citation(citation) for citation in answer.citations],
     }
+
+
+def _citation(citation: Citation) -> dict[str, Any]:
+    """A chunk that the prompt held: where its KV came from, and where documents hold its text."""
+    places = [
+        {name: getattr(place, name) for name in ("document_id", "source", "title", "page", "start", "end")}
+        for place in citation.places
+    ]
+    first = places[0] if places else {}
+    return {"chunk_id": citation.chunk_id, "kv": citation.kv, **first, **({"also": places[1:]} if places[1:] else {})}
 
 
 def usage(answers: Iterable[Answer]) -> dict[str, int]:

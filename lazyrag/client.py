@@ -26,7 +26,7 @@ from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, ChunkId, Document, Hit, PromptPlan, Reuse
+from lazyrag.types import Answer, Chunk, ChunkId, Citation, Document, Hit, Piece, PromptPlan, Reuse
 
 if TYPE_CHECKING:
     from lazyrag.care import Deleted
@@ -307,8 +307,7 @@ class LazyRAG:
             InputError: see `plan`.
         """
         engine, plans, requests = self._prepare(prompts, sampling, hints, tools, special)
-        results = engines.generate(engine, requests)
-        return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
+        return self._answers(plans, engines.generate(engine, requests))
 
     async def agenerate(
         self,
@@ -321,8 +320,7 @@ class LazyRAG:
     ) -> list[Answer]:
         """As `generate`, without blocking the caller's event loop."""
         engine, plans, requests = await asyncio.to_thread(self._prepare, prompts, sampling, hints, tools, special)
-        results = await engines.agenerate(engine, requests)
-        return [_answer(plan, result) for plan, result in zip(plans, results, strict=True)]
+        return await asyncio.to_thread(self._answers, plans, await engines.agenerate(engine, requests))
 
     def stream(
         self,
@@ -334,8 +332,9 @@ class LazyRAG:
         special: str = "allow",
     ) -> Iterator[Delta]:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
-        engine, _, (request,) = self._prepare([prompt], sampling, hints, tools, special)
-        yield from engines.stream(engine, request)
+        engine, (plan,), (request,) = self._prepare([prompt], sampling, hints, tools, special)
+        for delta in engines.stream(engine, request):
+            yield self._cited(plan, delta) if delta.finish_reason is not None else delta
 
     async def astream(
         self,
@@ -347,10 +346,12 @@ class LazyRAG:
         special: str = "allow",
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, without blocking the caller's event loop."""
-        engine, _, (request,) = await asyncio.to_thread(self._prepare, [prompt], sampling, hints, tools, special)
+        prepared = await asyncio.to_thread(self._prepare, [prompt], sampling, hints, tools, special)
+        engine, (plan,), (request,) = prepared
         async with aclosing(engines.astream(engine, request)) as deltas:
             async for delta in deltas:
-                yield delta
+                is_last = delta.finish_reason is not None
+                yield await asyncio.to_thread(self._cited, plan, delta) if is_last else delta
 
     def _prepare(
         self,
@@ -370,6 +371,36 @@ class LazyRAG:
         plans = [self.plan(prompt, hints=hints, tools=tools, special=special) for prompt in prompts]
         requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, self.config.namespace) for p in plans]
         return engine, plans, requests
+
+    def _answers(self, plans: Sequence[PromptPlan], results: Sequence[Delta | Exception]) -> list[Answer]:
+        answers = []
+        for plan, result in zip(plans, results, strict=True):
+            if isinstance(result, Exception):
+                raise result
+            last = self._cited(plan, result)
+            assert last.finish_reason is not None
+            reuse = last.reuse or Reuse(len(plan.token_ids), 0)
+            answers.append(
+                Answer(
+                    last.text, last.token_ids, last.finish_reason, reuse, plan, last.ttft_s, citations=last.citations
+                )
+            )
+        return answers
+
+    def _cited(self, plan: PromptPlan, last: Delta) -> Delta:
+        """The last delta of an answer, with the places that the prompt's chunks come from."""
+        chunks = [piece for piece in plan.pieces if piece.chunk_id is not None]
+        if not chunks:
+            return last
+        store = self.store
+        ids = [str(piece.chunk_id) for piece in chunks]
+        places = store.spans_of(ids, self.config.namespace) if store is not None else {}
+        sources = iter(last.reuse.sources if last.reuse else ())
+        citations = (
+            Citation(id, next(sources, "") if piece.reuse else "", tuple(_shown(piece, p) for p in places.get(id, ())))
+            for id, piece in zip(ids, chunks, strict=True)
+        )
+        return replace(last, citations=tuple(citations))
 
     def warm(self, ids: Iterable[ChunkId]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         """Compute the KV of known chunks now (or find it on disk); unknown and unusable ones are passed over."""
@@ -728,12 +759,9 @@ def _kv_files(folder: Path) -> Iterator[Path]:
     return folder.glob(f"{FOLDERS}/*.safetensors")
 
 
-def _answer(plan: PromptPlan, result: Delta | Exception) -> Answer:
-    if isinstance(result, Exception):
-        raise result
-    assert result.finish_reason is not None
-    reuse = result.reuse or Reuse(len(plan.token_ids), 0)
-    return Answer(result.text, result.token_ids, result.finish_reason, reuse, plan, result.ttft_s)
+def _shown(piece: Piece, place: Chunk) -> Chunk:
+    """What a piece shows of the chunk at a place: all of it, or its beginning."""
+    return replace(place, text=piece.text, end=place.start + len(piece.text))
 
 
 # ---------------------------------------------------------------- models and engines of this process

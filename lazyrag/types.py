@@ -207,6 +207,21 @@ class Reuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Citation:
+    """A known chunk that a prompt held, and the documents that it comes from.
+
+    Attributes:
+        kv: where its KV came from, one of `HBM`, `DISK`, `COMPUTED`; empty if none was asked for.
+        places: where documents hold it, the oldest document first. `end` and `text` are those of what the prompt shows,
+            which for a chunk that was cut is its beginning. Empty for a text of no document (`LazyRAG.register`).
+    """
+
+    chunk_id: ChunkId
+    kv: str = ""
+    places: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A finished generation.
 
@@ -214,6 +229,8 @@ class Answer:
         finish_reason: "stop", "length" or "abort".
         plan: the prompt as it was sent; None if the caller gave token ids.
         ttft_s: seconds from submission to the first token.
+        hits: what was retrieved for it (`LazyRAG.query`).
+        citations: for each known chunk in the prompt, in its order, where it comes from.
     """
 
     text: str
@@ -223,3 +240,4 @@ class Answer:
     plan: PromptPlan | None = None
     ttft_s: float | None = None
     hits: tuple[Hit, ...] = field(default=())
+    citations: tuple[Citation, ...] = ()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from lazyrag.backend.engine import Sampling, joined
-from lazyrag.backend.server.native import to_prompt
+from lazyrag.backend.server.native import place_values, to_prompt
 from lazyrag.backend.server.problems import not_found
 from lazyrag.backend.server.schemas import DocumentIn, DocumentsRequest, QueryRequest, SearchRequest, SegmentRequest
 from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
@@ -106,12 +106,6 @@ def _chunk(rag: LazyRAG, id: str) -> dict[str, Any]:
     if not places:
         raise not_found("chunk_not_found", "There is no such chunk.", "GET /v1/chunks lists them.", "id")
     return {"id": id, "text": places[0].text, "places": [place_values(place) for place in places]}
-
-
-def place_values(chunk: Chunk) -> dict[str, Any]:
-    """Where a chunk stands."""
-    names = ("id", "document_id", "source", "title", "page", "start", "end", "num_tokens")
-    return {name: getattr(chunk, name) for name in names} | {"metadata": dict(chunk.metadata)}
 
 
 def hit_values(hit: Hit) -> dict[str, Any]:

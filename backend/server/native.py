@@ -17,6 +17,7 @@ from lazyrag.backend.server.schemas import GenerateRequest, OwnPrompt, OwnSampli
 from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, Stream, begun, lines, merged, unless_gone
 from lazyrag.chat import Message, TextPiece
 from lazyrag.errors import InputError, LazyRAGError
+from lazyrag.types import Chunk, Citation
 
 if TYPE_CHECKING:
     from lazyrag.client import LazyRAG, Prompt
@@ -99,4 +100,22 @@ def delta_values(delta: Delta) -> dict[str, Any]:
         out["reuse"] = [reuse.prompt_tokens, reuse.reused_tokens, reuse.sources]
     if delta.ttft_s is not None:
         out["ttft_s"] = delta.ttft_s
+    if delta.citations:
+        out["citations"] = [_citation_values(citation) for citation in delta.citations]
     return out
+
+
+def place_values(chunk: Chunk) -> dict[str, Any]:
+    """Where a chunk stands."""
+    names = ("id", "document_id", "source", "title", "page", "start", "end", "num_tokens")
+    return {name: getattr(chunk, name) for name in names} | {"metadata": dict(chunk.metadata)}
+
+
+def _citation_values(citation: Citation) -> dict[str, Any]:
+    places = citation.places
+    return {
+        "chunk_id": citation.chunk_id,
+        "kv": citation.kv,
+        "text": places[0].text if places else "",
+        "places": [place_values(place) for place in places],
+    }

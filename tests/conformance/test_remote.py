@@ -137,6 +137,9 @@ def test_answers_and_reuse_are_the_same(remote: RemoteRAG, embedded: LazyRAG, pa
     agenerated = asyncio.run(remote.agenerate(asked))
     assert [(a.text, a.token_ids, a.finish_reason, a.reuse) for a in agenerated] == wanted
     assert all(reuse.reused_tokens > 50 for *_, reuse in wanted)
+    cited = [answer.citations for answer in embedded.generate(asked)]
+    assert [len(citations) for citations in cited] == [2, 1, 1]
+    assert [answer.citations for answer in remote.generate(asked)] == cited
     streamed = [joined(list(remote.stream(prompt))) for prompt in asked]
     assert [(d.text, d.token_ids, d.finish_reason, d.reuse) for d in streamed] == wanted
     assert all(d.ttft_s for d in streamed)

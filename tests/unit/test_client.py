@@ -609,6 +609,41 @@ def test_query_answers_from_the_store_and_cites(connect: Connect) -> None:
     assert f"[1] {answer.hits[0].chunk.source}\n{answer.hits[0].chunk.text}\n\n[2] " in sent
 
 
+async def test_an_answer_cites_document_page_and_characters_however_it_is_asked_for(connect: Connect) -> None:
+    rag, _ = connect(store="kb", chunk_size=100)
+    text = f"{passage(4, 60)}\n\n{B}"
+    document = Document("d", text, "d.pdf", title="D", pages=(0, text.index(B)))
+    list(rag.ingest(documents=[document], warm=False))
+    shown = max((hit.chunk.page or 0, hit.chunk.text) for hit in rag.search("river", 9))[1]
+    shelve(rag, shown)
+    rag.register([C])
+    prompt = f"{C}\n\n{shown}\n\nWhy?"
+    rag.generate([prompt])
+    (answer,), (same,) = rag.generate([prompt]), await rag.agenerate([prompt])
+    registered, stored = answer.citations
+    assert (registered.kv, registered.places) == (HBM, ()), "a text of no document"
+    assert stored.kv == HBM
+    first, second = stored.places
+    assert (first.document_id, first.source, first.title, first.page) == ("d", "d.pdf", "D", 2)
+    assert text[first.start : first.end] == first.text == shown
+    assert (second.document_id, second.page, second.start, second.end) == ("doc0", None, 0, len(shown))
+    assert same.citations == answer.citations
+    assert list(rag.stream(prompt))[-1].citations == answer.citations
+    assert [delta async for delta in rag.astream(prompt)][-1].citations == answer.citations
+    assert rag.generate(["Why?"])[0].citations == ()
+
+
+def test_a_chunk_that_was_cut_is_cited_as_far_as_it_is_shown(connect: Connect) -> None:
+    rag, _ = connect(store="kb")
+    text = passage(4, 60)
+    shelve(rag, text)
+    (answer,) = rag.generate([f"{text[:200]} ...\n\nWhy?"])
+    ((place,),) = (citation.places for citation in answer.citations)
+    assert (place.start, place.document_id) == (0, "doc0")
+    assert place.text == text[: place.end]
+    assert 100 < place.end <= 200
+
+
 def test_query_puts_the_preamble_first(connect: Connect) -> None:
     rag, _ = connect(store="kb", mode="lazy-prefix", preamble="Be brief.")
     shelve(rag, A, B, warm=True)

@@ -8,7 +8,7 @@ and with them the blocks are remembered that were found under them, which a comp
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -43,16 +43,25 @@ class Chain:
     def __post_init__(self) -> None:
         self.marks = [make_block_hash_with_group_id(block_hash, 0) for block_hash in self.hashes]
 
-    def look_up(self, pool: BlockPool) -> list[KVCacheBlock | None]:
-        """For each hash the block that holds it, or None. Not to be changed."""
+    def resident(self, pool: BlockPool) -> list[KVCacheBlock] | None:
+        """All blocks, if all are cached. Not to be changed."""
         if self.found is not None and list(map(_MARK, self.found)) == self.marks:
-            return list(self.found)
+            return self.found
+        self.found = None
+        found = self._search(pool)
+        blocks = [block for block in found if block is not None]
+        if len(blocks) == len(found):
+            self.found = blocks
+        return self.found
+
+    def look_up(self, pool: BlockPool) -> Sequence[KVCacheBlock | None]:
+        """For each hash the block that holds it, or None. Not to be changed."""
+        blocks = self.resident(pool)
+        return blocks if blocks is not None else self._search(pool)
+
+    def _search(self, pool: BlockPool) -> list[KVCacheBlock | None]:
         blocks = (pool.get_cached_block(block_hash, [0]) for block_hash in self.hashes)
-        found = [block[0] if block else None for block in blocks]
-        self.found = [block for block in found if block is not None]
-        if len(self.found) < len(found):
-            self.found = None
-        return found
+        return [block[0] if block else None for block in blocks]
 
 
 class Chains:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -126,6 +127,10 @@ class LazyMixin(compat.Gate):
         self.kv_cache_manager.allocate_slots = self._allocate
         self._stock_find = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._find
+        self._stock_estimate = self.kv_cache_manager.estimate_cached_tokens
+        self.kv_cache_manager.estimate_cached_tokens = self._estimate
+        self._stock_common = self.kv_cache_manager.get_num_common_prefix_blocks
+        self.kv_cache_manager.get_num_common_prefix_blocks = self._common
 
     # ---------------------------------------------------------------- vLLM's scheduler interface
 
@@ -239,7 +244,7 @@ class LazyMixin(compat.Gate):
 
     def _missing(self, lazy: LazyRequest, indices: Iterable[int]) -> list[int]:
         """Which of these segments have a block that is not resident."""
-        return [i for i in indices if None in lazy.chains[i].look_up(self._pool)]
+        return [i for i in indices if lazy.chains[i].resident(self._pool) is None]
 
     def _forget_finished(self) -> None:
         for request_id in [i for i in self._lazy if i not in self.requests]:
@@ -307,15 +312,21 @@ class LazyMixin(compat.Gate):
 
     def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
         """The resident blocks of a request's segments and the hashes of the others; sets `lazy.missing`."""
-        found = [chain.look_up(self._pool) for chain in lazy.chains]
-        lazy.missing = [i for i, blocks in enumerate(found) if None in blocks]
-        absent = {
-            block_hash
-            for i in lazy.missing
-            for block_hash, block in zip(lazy.chains[i].hashes, found[i], strict=True)
-            if block is None
-        }
-        return [block for blocks in found for block in blocks if block is not None], absent
+        resident: list[KVCacheBlock] = []
+        absent: set[BlockHash] = set()
+        lazy.missing = []
+        for i, chain in enumerate(lazy.chains):
+            blocks = chain.resident(self._pool)
+            if blocks is not None:
+                resident += blocks
+                continue
+            lazy.missing.append(i)
+            for block_hash, block in zip(chain.hashes, chain.look_up(self._pool), strict=True):
+                if block is None:
+                    absent.add(block_hash)
+                else:
+                    resident.append(block)
+        return resident, absent
 
     def _num_blocks_lacked_by(self, child: Child) -> int:
         (block_ids,) = self.kv_cache_manager.get_block_ids(child.request_id)
@@ -354,11 +365,13 @@ class LazyMixin(compat.Gate):
         if lazy is None or args or kwargs or manager.enable_kv_cache_events:
             found: tuple[KVCacheBlocks, int, int] = self._stock_find(request, *args, **kwargs)
             return found
-        blocks = []
+        blocks: list[KVCacheBlock] = []
         for chain in lazy.chains:
-            blocks += chain.look_up(self._pool)
-        if None in blocks:
-            blocks = blocks[: blocks.index(None)]
+            resident = chain.resident(self._pool)
+            if resident is None:
+                blocks += takewhile(lambda block: block is not None, chain.look_up(self._pool))
+                break
+            blocks += resident
         else:
             # The last token is computed in any case: its logits are wanted.
             for block_hash in request.block_hashes[len(blocks) : (request.num_tokens - 1) // self.block_size]:
@@ -369,6 +382,21 @@ class LazyMixin(compat.Gate):
         num_hits = len(blocks) * self.block_size
         compat.count_hits(manager, request, num_hits)
         return manager.create_kv_cache_blocks((blocks,)), num_hits, 0
+
+    def _estimate(self, request: Request) -> int:
+        """`KVCacheManager.estimate_cached_tokens` of this engine, which asks every block of a request."""
+        if request.request_id in self._lazy:
+            return request.num_computed_tokens // self.block_size * self.block_size
+        return int(self._stock_estimate(request))
+
+    def _common(self, request_id: str) -> list[int]:
+        """`KVCacheManager.get_num_common_prefix_blocks` of this engine.
+
+        Blocks that all requests begin with serve cascade attention, which takes a prompt for one text.
+        """
+        if self._lazy:
+            return [0] * len(self.kv_cache_config.kv_cache_groups)
+        return list(self._stock_common(request_id))
 
     def _allocate(
         self,

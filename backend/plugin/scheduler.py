@@ -387,7 +387,8 @@ class LazyMixin(compat.Gate):
         """`KVCacheManager.estimate_cached_tokens` of this engine, which asks every block of a request."""
         if request.request_id in self._lazy:
             return request.num_computed_tokens // self.block_size * self.block_size
-        return int(self._stock_estimate(request))
+        estimate: int = self._stock_estimate(request)
+        return estimate
 
     def _common(self, request_id: str) -> list[int]:
         """`KVCacheManager.get_num_common_prefix_blocks` of this engine.

@@ -385,10 +385,10 @@ class LazyMixin(compat.Gate):
 
     def _estimate(self, request: Request) -> int:
         """`KVCacheManager.estimate_cached_tokens` of this engine, which asks every block of a request."""
-        if request.request_id in self._lazy:
-            return request.num_computed_tokens // self.block_size * self.block_size
-        estimate: int = self._stock_estimate(request)
-        return estimate
+        lazy = request.request_id in self._lazy
+        full_blocks = request.num_computed_tokens // self.block_size * self.block_size
+        num_tokens: int = full_blocks if lazy else self._stock_estimate(request)
+        return num_tokens
 
     def _common(self, request_id: str) -> list[int]:
         """`KVCacheManager.get_num_common_prefix_blocks` of this engine.

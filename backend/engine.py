@@ -114,6 +114,11 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests. False, at the latest, when a request has met `EngineDeadError`."""
+        ...
+
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """Start a request and return at once.
 

@@ -100,6 +100,11 @@ class FakeEngine:
         """What the text half must know; constant."""
         return self._info
 
+    @property
+    def alive(self) -> bool:
+        """Whether it was not closed."""
+        return not self._closed
+
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """See `lazyrag.backend.engine.Engine.submit`."""
         running = _Running(self._run(request, time.monotonic()), deliver)

@@ -206,6 +206,12 @@ class LocalEngine:
         """What the text half must know; constant."""
         return self._info
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine core runs. vLLM watches its process."""
+        llm = getattr(self, "_llm", None)  # None once it is closed
+        return llm is not None and not self._closed and not llm.errored
+
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """See `lazyrag.backend.engine.Engine.submit`."""
         started = time.monotonic()

@@ -139,6 +139,11 @@ def kv_by_name(root: Path, namespace: str) -> dict[str, list[ChunkFile]]:
     return dict(files)
 
 
+def kv_bytes(store: Store, namespace: str) -> int:
+    """What a namespace's KV files take, of all models."""
+    return sum(_size(file.path) for file in chunk_files(store.directory / KV, space_of(namespace)))
+
+
 def drop_kv(store: Store, namespace: str = "") -> None:
     """Remove all KV files of a namespace, of all models.
 

@@ -532,11 +532,12 @@ def list_documents(
     with Store.open(config.store) as opened:
         documents = list(opened.documents(config.namespace))
     values = [document_values(document) for document in documents]
-    reply(values, as_json, lambda: columns([(d.source, d.title or "") for d in documents]))
+    rows = [(d.source, d.title or "", "pinned" if d.pinned else "") for d in documents]
+    reply(values, as_json, lambda: columns(rows))
 
 
 def document_values(document: StoredDocument) -> dict[str, Any]:
-    names = ("id", "source", "title", "mtime")
+    names = ("id", "source", "title", "mtime", "pinned")
     return {**{name: getattr(document, name) for name in names}, "metadata": dict(document.metadata)}
 
 
@@ -585,6 +586,50 @@ def rm(
         gone = delete(held, (id for ids in found for id in ids), owner)
     line = f"deleted {gone.documents} documents, {gone.chunks} chunks, {gone.kv_files} KV files"
     reply(asdict(gone), as_json, lambda: [line])
+
+
+@app.command()
+@guarded
+def pin(
+    names: Annotated[list[str], typer.Argument(metavar="ID|PATH...", help="Documents, by id or path.")],
+    store: StoreOption = None,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Of a folder, all documents below it.")] = False,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the KV of documents' chunks in every tier, whatever is evicted; of later versions, too."""
+    set_pinned(names, store, recursive, namespace, file, as_json, pinned=True)
+
+
+@app.command()
+@guarded
+def unpin(
+    names: Annotated[list[str], typer.Argument(metavar="ID|PATH...", help="Documents, by id or path.")],
+    store: StoreOption = None,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Of a folder, all documents below it.")] = False,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the KV of pinned documents be evicted again."""
+    set_pinned(names, store, recursive, namespace, file, as_json, pinned=False)
+
+
+def set_pinned(
+    names: Iterable[str],
+    store: str | None,
+    recursive: bool,
+    namespace: str | None,
+    file: Path | None,
+    as_json: bool,
+    *,
+    pinned: bool,
+) -> None:
+    with opened(file, store, namespace) as (held, owner):
+        found = [match(held, owner, name, recursive=recursive) for name in names]
+        changed = held.pin((id for ids in found for id in ids), owner, pinned=pinned)
+    reply({"changed": changed}, as_json, lambda: [f"{'pinned' if pinned else 'unpinned'} {changed} documents"])
 
 
 @app.command()

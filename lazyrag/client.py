@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lazyrag.care import Deleted
     from lazyrag.explain import Row
     from lazyrag.ingest import IngestPlan, Progress, Summary
+    from lazyrag.loaders import Source
     from lazyrag.retrievers.search import Searcher
     from lazyrag.retrievers.store import Store
 
@@ -99,9 +100,14 @@ class LazyRAG:
                 cls._shared[key] = cls(config)
             return cls._shared[key]
 
-    def for_namespace(self, namespace: str) -> LazyRAG:
-        """A client of another tenant, on the same engine and store. It does not know what was registered here."""
-        return LazyRAG(replace(self.config, namespace=namespace), engine=self._engine)
+    def for_namespace(self, namespace: str, **settings: Any) -> LazyRAG:
+        """A client of another tenant, on the same engine and store. It does not know what was registered here.
+
+        Args:
+            namespace: the tenant's.
+            **settings: that differ for this tenant: its quota.
+        """
+        return LazyRAG(replace(self.config, namespace=namespace, **settings), engine=self._engine)
 
     # ------------------------------------------------------------ what needs no engine
 
@@ -433,7 +439,7 @@ class LazyRAG:
     # ------------------------------------------------------------ what needs a store
 
     def plan_ingest(
-        self, paths: Iterable[str | PathLike[str]] = (), *, documents: Iterable[Document] = ()
+        self, paths: Iterable[str | PathLike[str]] = (), *, documents: Iterable[Document | Source] = ()
     ) -> IngestPlan:
         """Compare files, folders and documents with the store, which is made if there is none; changes nothing else.
 
@@ -459,13 +465,14 @@ class LazyRAG:
             splitter=Splitter(self.tokenizer, self.config.chunk_size, self.config.chunk_overlap),
             embedder=load_embedder(self.config.embedder),
             namespace=self.config.namespace,
+            quota=self.config.quota,
         )
 
     def ingest(
         self,
         paths: Iterable[str | PathLike[str]] = (),
         *,
-        documents: Iterable[Document] = (),
+        documents: Iterable[Document | Source] = (),
         plan: IngestPlan | None = None,
         sync: bool = False,
         warm: bool = True,
@@ -490,7 +497,14 @@ class LazyRAG:
         fingerprint = self._kv_fingerprint(plan.store) if warm else None
         settings = {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
         plan.store.remember(**settings)
-        yield from ingest.run(plan, sync=sync, warm=self._warm_tokens if warm else None, fingerprint=fingerprint)
+        bytes_per_token = self.info.kv_bytes_per_token if warm else 0
+        yield from ingest.run(
+            plan,
+            sync=sync,
+            warm=self._warm_tokens if warm else None,
+            fingerprint=fingerprint,
+            bytes_per_token=bytes_per_token,
+        )
         if fingerprint is not None:
             plan.store.remember(kv=fingerprint, kv_of=self._kv_identity())
 
@@ -508,6 +522,22 @@ class LazyRAG:
         from lazyrag import care
 
         return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace)
+
+    def pin(self, ids: Iterable[str], *, pinned: bool = True) -> int:
+        """Have the KV of documents' chunks, those of later versions included, stay in every tier; survives restarts.
+
+        Args:
+            ids: of documents; unknown ones are ignored.
+            pinned: False: they need not stay any more.
+
+        Returns:
+            how many documents this has changed.
+
+        Raises:
+            InputError: one id where a list is meant.
+            ConfigError: there is no store.
+        """
+        return self._needed_store().pin(_texts(ids, "ids"), self.config.namespace, pinned=pinned)
 
     def rebuild_kv(self, *, everything: bool = False) -> Iterator[Progress | Summary]:
         """Compute the KV of the stored chunks that is not on disk; the last event is the Summary.

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from lazyrag.backend.engine import MODES
 from lazyrag.errors import ConfigError
+from lazyrag.types import Quota
 
 try:
     import tomllib
@@ -87,6 +88,9 @@ class Config:
     chunk_overlap: int = _setting(0, "Tokens that neighbouring chunks share; computed and kept twice.")
     max_tokens: int = _setting(256, "Tokens to generate, at most.")
     temperature: float = _setting(0.0, "Randomness of the answer; 0 takes the likeliest token.")
+    quota_documents: int | None = _setting(None, "Documents that a namespace may hold; unset: no limit.")
+    quota_chunks: int | None = _setting(None, "Chunks that a namespace may hold; unset: no limit.")
+    quota_kv_bytes: Bytes | None = _setting(None, "Disk space for a namespace's KV; unset: no limit.")
     engine_args: Mapping[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -151,6 +155,11 @@ class Config:
         """Folder of the chunks' KV, or None if KV is not kept on disk."""
         return self.store / "kv" if self.store is not None and self.kv_disk else None
 
+    @property
+    def quota(self) -> Quota:
+        """What the namespace may hold."""
+        return Quota(self.quota_documents, self.quota_chunks, self.quota_kv_bytes)
+
     def engine_key(self) -> tuple[Hashable, ...]:
         """Equal for configurations that one engine can serve."""
         return (
@@ -206,7 +215,8 @@ class Config:
 
 _AT_MOST = {
     **dict.fromkeys(("max_model_len", "block_size", "min_tokens", "chunk_size", "max_tokens"), 1 << 24),
-    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes"), 1 << 60),
+    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes", "quota_kv_bytes"), 1 << 60),
+    **dict.fromkeys(("quota_documents", "quota_chunks"), 1 << 40),
 }
 """Numbers of 1 or more, and what nobody can mean any more: beyond it, other libraries' integers overflow."""
 

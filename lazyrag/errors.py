@@ -4,7 +4,8 @@
     ├── ConfigError              a setting that cannot be (unknown name, wrong value, missing model)
     ├── MissingExtraError        an optional package is not installed
     ├── InputError               a document, prompt or argument that cannot be used
-    │   └── LoadError            one file could not be read; the rest of the ingest goes on
+    │   ├── LoadError            one file could not be read; the rest of the ingest goes on
+    │   └── QuotaError           the namespace may not hold more; what it holds stays
     ├── StoreError               the store is damaged, locked or made by something else
     └── EngineError
         ├── EngineStartError     the engine could not start
@@ -59,6 +60,10 @@ class InputError(LazyRAGError, ValueError):
 
 class LoadError(InputError):
     """One file could not be read."""
+
+
+class QuotaError(InputError):
+    """The namespace may not hold more."""
 
 
 class StoreError(LazyRAGError):

@@ -20,14 +20,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.care import remove_doomed_kv
-from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, StoreError
+from lazyrag.care import kv_bytes, remove_doomed_kv
+from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, QuotaError, StoreError
 from lazyrag.loaders import MAX_BYTES, Failure, Scan, Source, scan
 from lazyrag.retrievers.embed import Embedder
-from lazyrag.retrievers.store import Store
+from lazyrag.retrievers.store import NO_QUOTA, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.splitter import Splitter
-from lazyrag.types import ChunkId, Document, EncodedChunk, Reuse
+from lazyrag.types import ChunkId, Document, EncodedChunk, Quota, Reuse
 
 PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
     "parse",
@@ -59,6 +59,7 @@ class IngestPlan:
         failed: what cannot be read.
         skipped: files in the given folders that were passed over.
         interrupted: the run before did not come to its end (or is still running, in another process).
+        quota: what the namespace may hold.
     """
 
     store: Store = field(repr=False)
@@ -72,6 +73,7 @@ class IngestPlan:
     failed: tuple[Failure, ...]
     skipped: tuple[str, ...]
     interrupted: bool
+    quota: Quota = NO_QUOTA
 
     @property
     def num_bytes(self) -> int:
@@ -137,9 +139,10 @@ def plan(
     *,
     splitter: Splitter,
     embedder: Embedder | None = None,
-    documents: Iterable[Document] = (),
+    documents: Iterable[Document | Source] = (),
     namespace: str = "",
     max_bytes: int = MAX_BYTES,
+    quota: Quota = NO_QUOTA,
 ) -> IngestPlan:
     """Compare documents with the store. Reads every file once; changes nothing.
 
@@ -148,9 +151,11 @@ def plan(
         paths: see `lazyrag.loaders.scan`.
         splitter: how they are split.
         embedder: makes them searchable; None: they are not.
-        documents: from elsewhere than files. They are never missing. One with fields that cannot be is a failure.
+        documents: from elsewhere than files. They are never missing. One with fields that cannot be is a failure. A
+            `Source` says itself when it has changed.
         namespace: whose they are.
         max_bytes: see `lazyrag.loaders.scan`.
+        quota: what the namespace may hold.
 
     Raises:
         InputError: a path or a document where a list is meant, or a path that is empty or none.
@@ -160,7 +165,9 @@ def plan(
         raise InputError("One document was given where a list of documents is meant.", fix="Pass a list: [document].")
     found = scan(paths, max_bytes=max_bytes)
     for number, document in enumerate(documents, 1):
-        if why := _unfit(document):
+        if isinstance(document, Source):
+            found.sources.append(document)
+        elif why := _unfit(document):
             id = getattr(document, "id", "")
             name = id if isinstance(id, str) and id and _is_unicode(id) else f"document {number}"
             found.failed.append(Failure(name, InputError(f"{name} cannot be ingested:", why=why)))
@@ -183,13 +190,19 @@ def plan(
         failed=tuple(found.failed),
         skipped=tuple(found.skipped),
         interrupted=last is not None and last.finished_at is None,
+        quota=quota,
     )
     store.expect(**made.settings)
     return made
 
 
 def run(
-    plan: IngestPlan, *, sync: bool = False, warm: Warm | None = None, fingerprint: str | None = None
+    plan: IngestPlan,
+    *,
+    sync: bool = False,
+    warm: Warm | None = None,
+    fingerprint: str | None = None,
+    bytes_per_token: int = 0,
 ) -> Iterator[Progress | Summary]:
     """Do what the plan says, step by step; the last event is the Summary. Closing the iterator stops after a step.
 
@@ -201,12 +214,13 @@ def run(
         fingerprint: names the place where `warm` leaves the KV: model, KV format, and (mode `lazy-prefix`) preamble.
             What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
             the process.
+        bytes_per_token: of KV, to keep within the plan's quota.
 
     Raises:
         StoreError: the store was made with another tokenizer or embedder, or fails.
         EngineDeadError: the engine stopped while warming.
     """
-    yield from _Run(plan).events(sync, warm, fingerprint)
+    yield from _Run(plan, bytes_per_token).events(sync, warm, fingerprint)
 
 
 def _unfit(document: object) -> str:
@@ -295,8 +309,8 @@ class _Ready:
 class _Run:
     """One run: its counters, and its stages as generators of events."""
 
-    def __init__(self, plan: IngestPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: IngestPlan, bytes_per_token: int) -> None:
+        self._plan, self._bytes_per_token = plan, bytes_per_token
         self._store = plan.store
         self._failed = list(plan.failed)
         self._num_bytes = 0
@@ -365,6 +379,7 @@ class _Run:
                     recipe=_recipe(self._plan.splitter, self._plan.embedder),
                     mtime=source.mtime,
                     namespace=self._plan.namespace,
+                    quota=self._plan.quota,
                 )
             except InputError as error:
                 yield self._failure(STORE, self._stored, total, source.id, error)
@@ -419,10 +434,18 @@ class _Run:
         total = self._store.num_unwarmed(key, namespace)
         unmarked: dict[ChunkId, tuple[int, ...]] = {}
         sent: dict[ChunkId, tuple[int, ...]] = {}
-        done = 0
+        done = beyond = 0
+        most = self._plan.quota.kv_bytes
+        kept = 0 if most is None or not fingerprint else kv_bytes(self._store, namespace)
 
         def chunks() -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+            nonlocal kept, beyond
             for id, tokens in self._store.unwarmed(key, namespace):
+                needed = len(tokens) * self._bytes_per_token
+                if most is not None and fingerprint and kept + needed > most:
+                    beyond += 1
+                    continue
+                kept += needed
                 sent[id] = tokens
                 yield id, tokens
 
@@ -447,6 +470,13 @@ class _Run:
                 if len(unmarked) == _MARK:
                     mark()
                 yield self._progress(WARM, done, total)
+            if beyond:
+                full = QuotaError(
+                    f"KV of {beyond} chunks is not kept:",
+                    why=f"the namespace may keep {most} bytes. They are computed when they are used.",
+                    fix="Delete documents, or have the quota raised.",
+                )
+                yield self._failure(WARM, done, total, namespace or "the store", full)
         finally:
             mark()
             remove_doomed_kv(self._store)

@@ -96,6 +96,20 @@ class Hit:
     also: tuple[Chunk, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a namespace may hold at most; None: no limit.
+
+    Attributes:
+        documents, chunks: in the store. What would exceed them is refused; what is there stays, and may shrink.
+        kv_bytes: of its chunks' KV on disk, of all models together. A chunk beyond it is computed when it is used.
+    """
+
+    documents: int | None = None
+    chunks: int | None = None
+    kv_bytes: int | None = None
+
+
 # ---------------------------------------------------------------- prompts (filled by segmenter and plan)
 
 

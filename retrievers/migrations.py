@@ -79,6 +79,7 @@ MIGRATIONS: Sequence[Migration] = (
             tokens BLOB NOT NULL
         )""",
     ),
+    ("ALTER TABLE documents ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
 )
 
 

@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.errors import InputError, StoreError
+from lazyrag.errors import InputError, QuotaError, StoreError
 from lazyrag.retrievers.migrations import is_empty, migrate
-from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, chunk_id
+from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, Quota, chunk_id
 
 FILE_NAME = "store.sqlite3"
 _BEING_MADE_S = 1.0  # how long a file may be empty while another process makes a store of it
 _PAGE = 1024  # rows read at once by an iterator; no lock is held between two pages
+NO_QUOTA = Quota()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class StoredDocument:
         sha256: of what it was made from, as given to `put_document`; with `recipe` it says whether work is to be done.
         recipe: how it was split and embedded.
         mtime: of its file at that time, seconds since the epoch.
+        pinned: whether the KV of its chunks is to stay in every tier (`Store.pin`).
     """
 
     id: str
@@ -56,6 +58,7 @@ class StoredDocument:
     sha256: str
     recipe: str
     mtime: float | None
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,7 @@ class Store:
         recipe: str = "",
         mtime: float | None = None,
         namespace: str = "",
+        quota: Quota = NO_QUOTA,
     ) -> Change:
         """Write a document in the place of its old version, in one transaction.
 
@@ -228,14 +232,17 @@ class Store:
             recipe: see `StoredDocument`.
             mtime: see `StoredDocument`.
             namespace: whose document it is.
+            quota: what the namespace may hold.
 
         Raises:
             InputError: text that is not valid Unicode.
+            QuotaError: the namespace would hold more than it may, and than before.
         """
         metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
         head = (document.source, document.title, metadata, sha256, recipe, mtime)
         added: list[ChunkId] = []
         with self._writing() as db:
+            before = _counts(db, namespace, quota)
             (document_key,) = db.execute(
                 """INSERT INTO documents (namespace, id, source, title, metadata, sha256, recipe, mtime)
                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -257,6 +264,7 @@ class Store:
                 if vectors is not None and chunk.id in vectors:
                     db.execute("INSERT OR IGNORE INTO vectors VALUES (?, ?)", (key, _floats(vectors[chunk.id])))
             removed = _drop_unused(db, old, namespace)
+            _check_quota(before, _counts(db, namespace, quota), quota)
             _change(db, namespace)
         return Change(tuple(added), removed)
 
@@ -272,15 +280,52 @@ class Store:
             _change(db, namespace)
         return Change(removed=removed)
 
-    def documents(self, namespace: str = "") -> Iterator[StoredDocument]:
-        """Every document, by id."""
-        for id, source, title, metadata, sha256, recipe, mtime in self._pages(
-            "SELECT id, source, title, metadata, sha256, recipe, mtime FROM documents "
-            "WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?",
+    def documents(self, namespace: str = "", *, after: str = "") -> Iterator[StoredDocument]:
+        """Every document whose id comes after `after`, by id."""
+        for row in self._pages(
+            f"{_DOCUMENTS} WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?",
             namespace,
-            "",
+            after,
         ):
-            yield StoredDocument(id, source, title, json.loads(metadata), sha256, recipe, mtime)
+            yield _document(row)
+
+    def document(self, id: str, namespace: str = "") -> StoredDocument | None:
+        """The document with this id."""
+        with self._reading() as db:
+            row = db.execute(f"{_DOCUMENTS} WHERE namespace = ? AND id = ?", (namespace, id)).fetchone()
+        return None if row is None else _document(row)
+
+    def pin(self, ids: Iterable[str], namespace: str = "", *, pinned: bool = True) -> int:
+        """Note that the KV of documents' chunks, those of later versions included, is to stay in every tier.
+
+        Args:
+            ids: of documents; unknown ones are ignored.
+            namespace: whose they are.
+            pinned: False takes the note back.
+
+        Returns:
+            how many documents this has changed.
+        """
+        with self._writing() as db:
+            cursor = db.execute(
+                "UPDATE documents SET pinned = ? WHERE namespace = ? AND pinned != ? "
+                "AND id IN (SELECT value FROM json_each(?))",
+                (pinned, namespace, pinned, _json(ids)),
+            )
+            if cursor.rowcount:
+                _change(db, namespace)
+            return cursor.rowcount
+
+    def pinned(self, namespace: str = "") -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        """Id and tokens of every reusable chunk that a pinned document holds, oldest first."""
+        for _, id, blob in self._pages(
+            "SELECT key, id, tokens FROM chunks WHERE tokens IS NOT NULL AND namespace = ? AND EXISTS "
+            "(SELECT 1 FROM spans JOIN documents d ON document = d.key WHERE chunk = chunks.key AND d.pinned) "
+            "AND key > ? ORDER BY key LIMIT ?",
+            namespace,
+            0,
+        ):
+            yield id, _tokens(blob)
 
     def namespaces(self) -> list[str]:
         """Every namespace that has, or had, documents."""
@@ -632,6 +677,8 @@ class Store:
 
 _AMONG = "c.id IN (SELECT value FROM json_each(?))"
 
+_DOCUMENTS = "SELECT id, source, title, metadata, sha256, recipe, mtime, pinned FROM documents"
+
 _PLACES = """SELECT c.id, c.text, c.num_tokens, d.id, d.source, s.start, s.end, s.page, d.title, d.metadata
     FROM documents d JOIN spans s ON s.document = d.key JOIN chunks c ON c.key = s.chunk"""
 
@@ -652,6 +699,31 @@ def _json(values: Iterable[str | int]) -> str:
 def _chunk(row: tuple[Any, ...]) -> Chunk:
     id, text, num_tokens, document_id, source, start, end, page, title, metadata = row
     return Chunk(id, text, num_tokens, document_id, source, start, end, page, title, json.loads(metadata))
+
+
+def _document(row: tuple[Any, ...]) -> StoredDocument:
+    id, source, title, metadata, sha256, recipe, mtime, pinned = row
+    return StoredDocument(id, source, title, json.loads(metadata), sha256, recipe, mtime, bool(pinned))
+
+
+def _counts(db: sqlite3.Connection, namespace: str, quota: Quota) -> dict[str, int]:
+    """Of what is limited, how much there is."""
+    return {
+        name: db.execute(f"SELECT count(*) FROM {name} WHERE namespace = ?", (namespace,)).fetchone()[0]
+        for name in ("documents", "chunks")
+        if getattr(quota, name) is not None
+    }
+
+
+def _check_quota(before: Mapping[str, int], after: Mapping[str, int], quota: Quota) -> None:
+    for name, count in after.items():
+        most = getattr(quota, name)
+        if count > max(most, before[name]):
+            raise QuotaError(
+                f"The namespace may hold {most} {name}:",
+                why=f"it holds {before[name]}, and would hold {count}.",
+                fix="Delete documents, or have the quota raised.",
+            )
 
 
 def _tokens(blob: bytes) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +25,7 @@ from lazyrag.backend.server import documents, native, openai
 from lazyrag.backend.server.auth import Keys, is_loopback
 from lazyrag.backend.server.metrics import CONTENT_TYPE
 from lazyrag.backend.server.problems import Problem, problem_of, response_of
-from lazyrag.backend.server.service import Caller, Limits, Service, ServiceOf
+from lazyrag.backend.server.service import Limits, Operator, Service, ServiceOf
 from lazyrag.errors import ConfigError, EngineDeadError, InputError, LazyRAGError
 
 if TYPE_CHECKING:
@@ -82,17 +82,9 @@ def create_app(
         return JSONResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
 
     @app.get("/metrics")
-    async def metrics(caller: Caller, service: ServiceOf) -> PlainTextResponse:
-        """Counters for Prometheus, over all namespaces."""
-        queue = service.queue
-        gauges: dict[str, tuple[str, float]] = {
-            "places_taken": ("Prompts, searches and writes that are done or wait.", queue.used),
-            "places": ("How many of them may be.", queue.size),
-            "places_refused": ("How many were refused since the start.", queue.refused),
-            "engine_up": ("Whether there is an engine.", int(service.is_ready)),
-            "engine_restarts": ("How often the engine was started again.", engine.restarts if engine else 0),
-        }
-        return PlainTextResponse(service.metrics.exposition(gauges), media_type=CONTENT_TYPE)
+    async def metrics(caller: Operator, service: ServiceOf) -> Response:
+        """Counters for Prometheus, over all namespaces; for operators."""
+        return Response(await asyncio.to_thread(service.metrics.exposition), media_type=CONTENT_TYPE)
 
     return app
 
@@ -160,7 +152,7 @@ class _Watch:
                 await response_of(Problem(500, "server_error", fault))(scope, receive, seen)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._service.metrics.responses[route, status] += 1
+            self._service.metrics.answered(route, status)
 
 
 class _Limit:

@@ -13,9 +13,18 @@ from fastapi import APIRouter, Query, Request
 
 from lazyrag.backend.engine import Sampling, joined
 from lazyrag.backend.server.native import place_values, to_prompt
-from lazyrag.backend.server.problems import not_found
-from lazyrag.backend.server.schemas import DocumentIn, DocumentsRequest, QueryRequest, SearchRequest, SegmentRequest
+from lazyrag.backend.server.problems import not_found, problem_of
+from lazyrag.backend.server.schemas import (
+    DocumentIn,
+    DocumentsRequest,
+    PinRequest,
+    QueryRequest,
+    SearchRequest,
+    SegmentRequest,
+)
 from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
+from lazyrag.errors import QuotaError
+from lazyrag.ingest import Summary
 from lazyrag.types import Chunk, Document, Hit
 
 if TYPE_CHECKING:
@@ -45,8 +54,15 @@ def _document(given: DocumentIn | str) -> Document:
 
 def _ingest(rag: LazyRAG, documents: Sequence[Document], warm: bool) -> dict[str, Any]:
     *_, summary = rag.ingest(documents=documents, warm=warm)
-    values: dict[str, Any] = asdict(replace(summary, failed=()))  # type: ignore[type-var, call-arg, arg-type, unused-ignore]
-    failed = [{"id": failure.source, "error": str(failure.error)} for failure in summary.failed]  # type: ignore[union-attr]
+    assert isinstance(summary, Summary)
+    full = [failure.error for failure in summary.failed if isinstance(failure.error, QuotaError)]
+    if full and not (summary.added or summary.changed or summary.unchanged):
+        raise full[0]
+    failed = [
+        {"id": failure.source, "error": str(failure.error), "code": problem_of(failure.error).code}
+        for failure in summary.failed
+    ]
+    values: dict[str, Any] = asdict(replace(summary, failed=()))
     return {**values, "ids": [document.id for document in documents], "failed": failed}
 
 
@@ -59,9 +75,10 @@ async def list_documents(rag: Caller, limit: Limit = 1000, after: str = "") -> d
 def _documents(rag: LazyRAG, limit: int, after: str) -> list[dict[str, Any]]:
     if rag.store is None:
         return []
-    later = (document for document in rag.store.documents(rag.config.namespace) if document.id > after)
+    documents = rag.store.documents(rag.config.namespace, after=after)
     return [
-        {"id": d.id, "source": d.source, "title": d.title, "metadata": dict(d.metadata)} for d in islice(later, limit)
+        {"id": d.id, "source": d.source, "title": d.title, "metadata": dict(d.metadata), "pinned": d.pinned}
+        for d in islice(documents, limit)
     ]
 
 
@@ -74,10 +91,23 @@ async def delete_document(id: str, rag: Caller, service: ServiceOf) -> dict[str,
 
 def _delete(rag: LazyRAG, id: str) -> dict[str, int]:
     store, namespace = rag.store, rag.config.namespace
-    if store is None or not any(document.id == id for document in store.documents(namespace)):
+    if store is None or store.document(id, namespace) is None:
         raise not_found("document_not_found", "There is no such document.", "GET /v1/documents lists them.", "id")
     gone = rag.delete([id])
     return {"chunks_removed": gone.chunks, "kv_files_removed": gone.kv_files}
+
+
+@router.post("/pins")
+async def pin(body: PinRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Keep the KV of documents' chunks, those of later versions included, in every tier; or no longer."""
+    return {"changed": await service.write(_pin, rag, body.ids, body.pinned)}
+
+
+def _pin(rag: LazyRAG, ids: Sequence[str], pinned: bool) -> int:
+    store, namespace = rag.store, rag.config.namespace
+    if store is None or any(store.document(id, namespace) is None for id in ids):
+        raise not_found("document_not_found", "One of them is no document.", "GET /v1/documents lists them.", "ids")
+    return rag.pin(ids, pinned=pinned)
 
 
 # ---------------------------------------------------------------- chunks

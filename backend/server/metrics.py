@@ -1,86 +1,121 @@
-"""Counters of the server in Prometheus' text format. Numbers only: no text, no names of tenants."""
+"""Counters of the server for Prometheus. Numbers only: no text, no names of tenants."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from lazyrag.types import COMPUTED, DISK, HBM, PromptPlan, Reuse
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+Gauges: TypeAlias = Mapping[str, tuple[str, float]]
+"""Name -> (meaning, value) of what others know."""
 
-@dataclass(slots=True)
+TIER_GAUGES = {"chunks": "Chunks in a tier.", "bytes": "Bytes of KV in a tier.", "budget_bytes": "That it may hold."}
+"""What `Engine.stats()["tiers"]` says of a tier now. Whatever else it says is counted since the engine's start."""
+
+
 class Metrics:
-    """Counted in the server's event loop only.
+    """What one server counts.
 
-    Attributes:
-        responses: by (route, status).
-        segment_tokens: tokens of chunks, by where their KV came from.
-        ttft_counts: for each of `BUCKETS_S`, requests whose first token came within it but no earlier bucket; the last
-            one counts the rest.
+    Args:
+        gauges: asked at each scrape.
+        engine: the engine's `stats`, asked at each scrape.
     """
 
-    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
-    generations: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    segment_tokens: Counter[str] = field(default_factory=Counter)
-    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    ttft_sum_s: float = 0.0
+    def __init__(self, gauges: Callable[[], Gauges], engine: Callable[[], Mapping[str, Any]]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Now(gauges, engine))
+        self._responses = Counter(
+            "lazyrag_responses", "Answers by route and status.", ("route", "status"), registry=self._registry
+        )
+        self._generations, self._prompt, self._reused, self._generated = (
+            Counter(f"lazyrag_{name}", help, registry=self._registry)
+            for name, help in (
+                ("generations", "Finished generations."),
+                ("prompt_tokens", "Tokens of their prompts."),
+                ("reused_tokens", "Of these, tokens that were not computed."),
+                ("generated_tokens", "Tokens that were generated."),
+            )
+        )
+        self._segments, self._segment_tokens = (
+            Counter(f"lazyrag_{name}", help, ("source",), registry=self._registry)
+            for name, help in (
+                ("segments", "Chunks in prompts, by source of the KV."),
+                ("segment_tokens", "Tokens of chunks in prompts, by source of the KV."),
+            )
+        )
+        for source in (HBM, DISK, COMPUTED):
+            self._segments.labels(source)
+            self._segment_tokens.labels(source)
+        self._ttft = Histogram(
+            "lazyrag_ttft_seconds", "Time to the first token.", buckets=BUCKETS_S, registry=self._registry
+        )
+        self._share = Histogram(
+            "lazyrag_reused_share",
+            "Share of a prompt's tokens that were not computed.",
+            buckets=SHARES,
+            registry=self._registry,
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels(route, str(status)).inc()
 
     def add(self, plan: PromptPlan, reuse: Reuse | None, num_generated: int, ttft_s: float | None) -> None:
         """Count a finished generation."""
-        self.generations += 1
-        self.generated_tokens += num_generated
+        self._generations.inc()
+        self._generated.inc(num_generated)
         if reuse is not None:
-            self.prompt_tokens += reuse.prompt_tokens
-            self.reused_tokens += reuse.reused_tokens
+            self._prompt.inc(reuse.prompt_tokens)
+            self._reused.inc(reuse.reused_tokens)
+            self._share.observe(reuse.reused_tokens / max(reuse.prompt_tokens, 1))
             for segment, source in zip(plan.segments, reuse.sources, strict=False):
-                self.segment_tokens[source] += segment.num_tokens
+                self._segments.labels(source).inc()
+                self._segment_tokens.labels(source).inc(segment.num_tokens)
         if ttft_s is not None:
-            self.ttft_counts[bisect_left(BUCKETS_S, ttft_s)] += 1
-            self.ttft_sum_s += ttft_s
+            self._ttft.observe(ttft_s)
 
-    def exposition(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """All of it as text.
-
-        Args:
-            gauges: name -> (meaning, value) of what others know.
-        """
-        return "\n".join([*self._lines(gauges), ""])
-
-    def _lines(self, gauges: Mapping[str, tuple[str, float]]) -> Iterator[str]:
-        yield from _head("lazyrag_responses_total", "counter", "Answers by route and status.")
-        for (route, status), count in sorted(self.responses.items()):
-            yield f'lazyrag_responses_total{{route="{route}",status="{status}"}} {count}'
-        for name, help, value in (
-            ("generations", "Finished generations.", self.generations),
-            ("prompt_tokens", "Tokens of their prompts.", self.prompt_tokens),
-            ("reused_tokens", "Of these, tokens that were not computed.", self.reused_tokens),
-            ("generated_tokens", "Tokens that were generated.", self.generated_tokens),
-        ):
-            yield from _head(f"lazyrag_{name}_total", "counter", help)
-            yield f"lazyrag_{name}_total {value}"
-        yield from _head("lazyrag_segment_tokens_total", "counter", "Tokens of chunks in prompts, by source of the KV.")
-        for source in (HBM, DISK, COMPUTED):
-            yield f'lazyrag_segment_tokens_total{{source="{source}"}} {self.segment_tokens[source]}'
-        yield from _head("lazyrag_ttft_seconds", "histogram", "Time to the first token.")
-        total = 0
-        for bound, count in zip((*BUCKETS_S, "+Inf"), self.ttft_counts, strict=True):
-            total += count
-            yield f'lazyrag_ttft_seconds_bucket{{le="{bound}"}} {total}'
-        yield f"lazyrag_ttft_seconds_sum {self.ttft_sum_s}"
-        yield f"lazyrag_ttft_seconds_count {total}"
-        for name, (help, number) in gauges.items():
-            yield from _head(f"lazyrag_{name}", "gauge", help)
-            yield f"lazyrag_{name} {number}"
+    def exposition(self) -> bytes:
+        """All of it as text."""
+        return generate_latest(self._registry)
 
 
-def _head(name: str, kind: str, help: str) -> Iterator[str]:
-    yield f"# HELP {name} {help}"
-    yield f"# TYPE {name} {kind}"
+class _Now(Collector):
+    """What is asked for at each scrape."""
+
+    def __init__(self, gauges: Callable[[], Gauges], engine: Callable[[], Mapping[str, Any]]) -> None:
+        self._gauges, self._engine = gauges, engine
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering asks nobody."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        for name, (help, value) in self._gauges().items():
+            yield GaugeMetricFamily(f"lazyrag_{name}", help, value)
+        stats = self._engine()
+        families: dict[str, Metric] = {}
+        for tier, counts in stats.get("tiers", {}).items():
+            for name, value in counts.items():
+                if value is None:  # no limit
+                    continue
+                if name not in families:
+                    kind = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily
+                    families[name] = kind(f"lazyrag_tier_{name}", _meaning(name), labels=("tier",))
+                families[name].add_metric((tier,), value)  # type: ignore[attr-defined]
+        yield from families.values()
+        for name, value in stats.get("prefetch", {}).items():
+            yield CounterMetricFamily(f"lazyrag_prefetch_{name}", f"Chunks that were prefetched: {name}.", value)
+
+
+def _meaning(name: str) -> str:
+    return TIER_GAUGES.get(name, f"Of a tier since the engine's start: {name.replace('_', ' ')}.")

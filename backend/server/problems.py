@@ -19,6 +19,7 @@ _STATUS: tuple[tuple[type[LazyRAGError], int, str], ...] = (
     (errors.RequestError, 400, "invalid_request"),
     (errors.EngineDeadError, 503, "engine_unavailable"),
     (errors.EngineError, 500, "engine_error"),
+    (errors.QuotaError, 403, "quota_exceeded"),
     (errors.InputError, 400, "invalid_input"),
     (errors.ConfigError, 400, "not_configured"),
     (errors.StoreError, 503, "store_unavailable"),

@@ -228,4 +228,11 @@ class DocumentsRequest(Strict):
     warm: Annotated[bool, Field(description="Compute the chunks' KV now, not when they are first used.")] = True
 
 
+class PinRequest(Strict):
+    """Of /v1/pins."""
+
+    ids: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=10_000)]
+    pinned: Annotated[bool, Field(description="False: they need not stay any more.")] = True
+
+
 Generation.model_rebuild()

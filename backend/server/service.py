@@ -16,7 +16,7 @@ from starlette.types import Send
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.server.auth import Keys, is_loopback, names_loopback
-from lazyrag.backend.server.metrics import Metrics
+from lazyrag.backend.server.metrics import Gauges, Metrics
 from lazyrag.backend.server.problems import RETRY_S, Problem
 from lazyrag.errors import ConfigError, RequestError
 from lazyrag.types import PromptPlan
@@ -104,8 +104,8 @@ class Service:
     def __init__(self, rag: LazyRAG, keys: Keys, limits: Limits, engine: SupervisedEngine | None) -> None:
         self.root, self.keys, self.limits, self.engine = rag, keys, limits, engine
         self.queue = Queue(limits.places)
-        self.metrics = Metrics()
-        self._rags = {rag.config.namespace: rag}
+        self.metrics = Metrics(self._gauges, lambda: rag.engine.stats())
+        self._rags: dict[str, LazyRAG] = {}
         # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
 
@@ -119,6 +119,15 @@ class Service:
     def is_ready(self) -> bool:
         """Whether a request would find an engine."""
         return self.engine is None or self.engine.alive
+
+    def _gauges(self) -> Gauges:
+        return {
+            "places_taken": ("Prompts, searches and writes that are done or wait.", self.queue.used),
+            "places": ("How many of them may be.", self.queue.size),
+            "places_refused": ("How many were refused since the start.", self.queue.refused),
+            "engine_up": ("Whether there is an engine.", int(self.is_ready)),
+            "engine_restarts": ("How often the engine was started again.", self.engine.restarts if self.engine else 0),
+        }
 
     def close(self) -> None:
         """Wait for writes under way."""
@@ -157,8 +166,14 @@ class Service:
                 "invalid_api_key",
                 ConfigError("The API key is missing or unknown.", fix="Send it: Authorization: Bearer KEY."),
             )
+        return self.client_for(namespace)
+
+    def client_for(self, namespace: str) -> LazyRAG:
+        """The client of a namespace, within its quota."""
         if namespace not in self._rags:
-            self._rags[namespace] = self.root.for_namespace(namespace)
+            settings = self.keys.settings(namespace)
+            is_root = namespace == self.root.config.namespace and not settings
+            self._rags[namespace] = self.root if is_root else self.root.for_namespace(namespace, **settings)
         return self._rags[namespace]
 
     # ------------------------------------------------------------ answers
@@ -193,9 +208,26 @@ async def _caller(request: Request) -> Any:
     return found.client_of(request)
 
 
+async def _operator(request: Request) -> Any:
+    found: Service = request.app.state.service
+    rag = found.client_of(request)
+    if not found.keys.is_operator(rag.config.namespace):
+        raise Problem(
+            403,
+            "not_an_operator",
+            ConfigError(
+                "Only operators may see what concerns all tenants.",
+                fix="Name the key's namespace in the key file: operators = [...].",
+            ),
+        )
+    return rag
+
+
 ServiceOf = Annotated[Service, Depends(_service)]
 Caller = Annotated[Any, Depends(_caller)]
 """The caller's client, a `LazyRAG`, which is known to type checkers only."""
+Operator = Annotated[Any, Depends(_operator)]
+"""The same, of a caller who may see what concerns all tenants."""
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

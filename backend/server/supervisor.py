@@ -18,18 +18,19 @@ LONGEST_PAUSE_S = 60.0
 class SupervisedEngine:
     """An `Engine` that keeps one engine running. Constructing it starts the engine.
 
-    A death is noticed by the first request that meets it. Starting anew is tried until it succeeds, after longer and
-    longer pauses; meanwhile requests get `EngineDeadError` at once.
+    A death is noticed by the first request that meets it, or by a look every `look_s`. Starting anew is tried until it
+    succeeds, after longer and longer pauses; meanwhile requests get `EngineDeadError` at once.
 
     Args:
         start: makes a new engine; every one has the same `info`.
         pause_s: before the second attempt; doubled before each further one.
+        look_s: between two looks at an engine that may be idle.
 
     Attributes:
         restarts: how often the engine was started again.
     """
 
-    def __init__(self, start: Callable[[], Engine], *, pause_s: float = 1.0) -> None:
+    def __init__(self, start: Callable[[], Engine], *, pause_s: float = 1.0, look_s: float = 1.0) -> None:
         self._start, self._pause_s = start, pause_s
         self._engine: Engine | None = start()
         self._info = self._engine.info
@@ -37,6 +38,7 @@ class SupervisedEngine:
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
         self.restarts = 0
+        threading.Thread(target=self._watch, args=(look_s,), name="lazyrag-watch", daemon=True).start()
 
     @property
     def info(self) -> EngineInfo:
@@ -45,8 +47,12 @@ class SupervisedEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether there is an engine to give requests to."""
-        return self._engine is not None
+        """Whether there is an engine to give requests to. One that has died is started again."""
+        engine = self._engine
+        if engine is None or engine.alive:
+            return engine is not None
+        self._replace(engine)
+        return False
 
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         """See `lazyrag.backend.engine.Engine.submit`."""
@@ -84,6 +90,10 @@ class SupervisedEngine:
             restart.join()
 
     # ------------------------------------------------------------ starting again
+
+    def _watch(self, look_s: float) -> None:
+        while not self._stopping.wait(look_s):
+            self.alive  # noqa: B018  (a dead engine is replaced)
 
     def _replace(self, dead: Engine) -> None:
         """Begin to start a new engine, unless somebody has."""

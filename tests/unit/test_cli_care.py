@@ -190,3 +190,26 @@ def test_a_store_that_is_not_there_is_said(run: Run, command: tuple[str, ...]) -
     assert result.exit_code in (1, 2)
     assert "There is no store in nowhere" in result.stderr
     assert not Path("nowhere").exists()
+
+
+def test_pinned_documents_are_listed_and_stay_pinned_when_they_change(run: Run, docs: Path) -> None:
+    assert run("pin", docs / "a.txt", docs / "b.txt", "--json").values == {"changed": 2}
+    assert run("unpin", docs / "b.txt", "--json").values == {"changed": 1}
+    (docs / "a.txt").write_text(f"{A} {B}", encoding="utf-8")
+    assert run("ingest", docs).exit_code == 0
+    pinned = {Path(row["id"]).name: row["pinned"] for row in run("ls", "--json").values}
+    assert pinned == {"a.txt": True, "b.txt": False, "same.txt": False}
+    assert "pinned" in next(line for line in run("ls").stdout.splitlines() if "a.txt" in line)
+    assert run("pin", docs, "--recursive", "--json").values == {"changed": 2}
+    unknown = run("pin", docs / "none")
+    assert unknown.exit_code == 2
+    assert "lazyrag ls shows what there is" in unknown.stderr
+
+
+def test_an_ingest_stops_at_the_namespaces_quota(run: Run, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYRAG_QUOTA_DOCUMENTS", "4")
+    for name in ("c", "d"):
+        (docs / f"{name}.txt").write_text(f"{name}: {A}", encoding="utf-8")
+    result = run("ingest", docs, "--json")
+    assert (result.exit_code, result.values["added"]) == (1, 1)
+    assert "may hold 4 documents: it holds 4, and would hold 5" in result.values["failed"][0]["error"]

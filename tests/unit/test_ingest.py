@@ -10,14 +10,14 @@ import textwrap
 import numpy as np
 import pytest
 
-from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, InputError, StoreError
+from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, InputError, QuotaError, StoreError
 from lazyrag.ingest import DELETE, EMBED, INDEX, PARSE, SPLIT, STAGES, STORE, WARM, Progress, Summary, plan, run
 from lazyrag.retrievers.embed import HashEmbedder
 from lazyrag.retrievers.search import Searcher
 from lazyrag.retrievers.store import FILE_NAME, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.splitter import Splitter
-from lazyrag.types import COMPUTED, DISK, HBM, Document, Reuse, chunk_id
+from lazyrag.types import COMPUTED, DISK, HBM, Document, Quota, Reuse, chunk_id
 
 
 class CharacterTokenizer:
@@ -621,3 +621,13 @@ def chunks_by_document(store):
     for chunk in store.chunks():
         counts[chunk.document_id] = counts.get(chunk.document_id, 0) + 1
     return counts
+
+
+def test_no_more_kv_is_kept_than_the_namespace_may(store, docs):
+    engine, made = Engine(), make_plan(store, docs(a="a" * 40, b="b" * 30, c="c" * 20, d="d"), quota=Quota(kv_bytes=65))
+    *_, summary = run(made, warm=engine.warm, fingerprint="f", bytes_per_token=1)
+    assert engine.warmed == ["a" * 40, "c" * 20, "d"], "what comes after a chunk that is too large may still fit"
+    assert (summary.warmed, store.num_unwarmed("f")) == (3, 1)
+    (failure,) = summary.failed
+    assert isinstance(failure.error, QuotaError)
+    assert "KV of 1 chunks is not kept: the namespace may keep 65 bytes" in str(failure.error)

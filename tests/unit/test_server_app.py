@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from lazyrag.backend.engine import Cancel, Deliver, Request
 from lazyrag.backend.fake import FakeEngine
@@ -111,6 +112,7 @@ def test_without_keys_only_this_machine_is_served(make: Callable[..., Made]) -> 
         ("GET", "/v1/documents"),
         ("POST", "/v1/documents"),
         ("DELETE", "/v1/documents/x"),
+        ("POST", "/v1/pins"),
         ("GET", "/v1/chunks"),
         ("GET", "/v1/chunks/x"),
         ("POST", "/v1/search"),
@@ -131,7 +133,7 @@ def test_every_route_but_the_probes_wants_a_key(make: Callable[..., Made], metho
 def test_every_route_is_in_the_test_above(make: Callable[..., Made]) -> None:
     client, _, _ = make()
     routes = {(m.upper(), p) for p, methods in client.get("/openapi.json").json()["paths"].items() for m in methods}
-    assert len(routes - {("GET", "/health"), ("GET", "/ready")}) == 15
+    assert len(routes - {("GET", "/health"), ("GET", "/ready")}) == 16
 
 
 def test_tenants_share_neither_documents_nor_kv(make: Callable[..., Made]) -> None:
@@ -384,17 +386,21 @@ def test_metrics_count_what_was_reused_and_from_where(make: Callable[..., Made])
         prompt += usage["prompt_tokens"]
         tokens += usage["completion_tokens"]
     client.get("/v1/nothing")
-    values = {}
-    for line in client.get("/metrics").text.splitlines():
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            values[name] = float(value)
+    text = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(family.documentation for family in families.values())
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values = {name: float(value) for name, value in values.items()}
     assert reused > 0
     assert values["lazyrag_prompt_tokens_total"] == prompt
     assert values["lazyrag_reused_tokens_total"] == reused
     assert values["lazyrag_generated_tokens_total"] == tokens
     assert values['lazyrag_segment_tokens_total{source="hbm"}'] == reused
     assert values['lazyrag_segment_tokens_total{source="computed"}'] == reused / 2
+    assert values['lazyrag_segments_total{source="hbm"}'] == 2 * values['lazyrag_segments_total{source="computed"}'] > 0
+    assert values['lazyrag_reused_share_bucket{le="0.0"}'] == 1
+    assert values["lazyrag_reused_share_sum"] == pytest.approx(reused / (prompt / 3))
+    assert families["lazyrag_ttft_seconds"].type == families["lazyrag_reused_share"].type == "histogram"
     assert values['lazyrag_ttft_seconds_bucket{le="+Inf"}'] == values["lazyrag_ttft_seconds_count"] == 3
     assert values['lazyrag_responses_total{route="/v1/completions",status="200"}'] == 3
     assert values['lazyrag_responses_total{route="other",status="404"}'] == 1
@@ -417,3 +423,45 @@ def test_a_stream_that_nobody_reads_is_closed() -> None:
 
     asyncio.run(run())
     assert closed == [True]
+
+
+# ---------------------------------------------------------------- quotas, operators, pins
+
+
+def test_a_tenant_that_is_full_is_refused_and_nobody_else_is(make: Callable[..., Made]) -> None:
+    keys = Keys({"sk-a": "a", "sk-b": "b"}, quotas={"a": {"documents": 1}})
+    client, _, _ = make(keys=keys)
+    a, b = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
+
+    def add(header: Any, *ids: str) -> Any:
+        documents = [{"id": id, "text": f"{id}. {PASSAGE}"} for id in ids]
+        return client.post("/v1/documents", json={"documents": documents, "warm": False}, headers=header)
+
+    some = add(a, "one", "two").json()
+    assert (some["added"], [(f["id"], f["code"]) for f in some["failed"]]) == (1, [("two", "quota_exceeded")])
+    refused = add(a, "three")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["type"]) == (403, "quota_exceeded", "permission_error")
+    assert "may hold 1 documents" in error["message"]
+    assert error["lazyrag"]["class"] == "QuotaError"
+    assert add(b, "one", "two").json()["added"] == 2
+    client.delete("/v1/documents/one", headers=a)
+    assert add(a, "three").json()["added"] == 1
+
+
+def test_numbers_of_all_tenants_are_for_operators(make: Callable[..., Made]) -> None:
+    client, _, _ = make(keys=Keys({"sk-a": "a", "sk-b": "b"}, operators=["b"]))
+    refused = client.get("/metrics", headers={"Authorization": "Bearer sk-a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_an_operator")
+    assert client.get("/metrics", headers={"Authorization": "Bearer sk-b"}).status_code == 200
+
+
+def test_documents_are_pinned_and_unpinned_by_their_owner_only(make: Callable[..., Made]) -> None:
+    client, _, _ = make(keys=Keys({"sk-a": "a", "sk-b": "b"}))
+    a, b = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
+    client.post("/v1/documents", json={"documents": [{"id": "d", "text": PASSAGE}], "warm": False}, headers=a)
+    assert client.post("/v1/pins", json={"ids": ["d"]}, headers=b).status_code == 404
+    assert client.post("/v1/pins", json={"ids": ["d"]}, headers=a).json() == {"changed": 1}
+    assert client.get("/v1/documents", headers=a).json()["data"][0]["pinned"]
+    assert client.post("/v1/pins", json={"ids": ["d", "e"]}, headers=a).status_code == 404
+    assert client.post("/v1/pins", json={"ids": ["d"], "pinned": False}, headers=a).json() == {"changed": 1}

@@ -92,3 +92,39 @@ def test_an_address_that_is_taken_is_an_error_before_anything_starts() -> None:
             bound("127.0.0.1", first.getsockname()[1], Keys())
     with pytest.raises(ConfigError, match="cannot listen"):
         bound("203.0.113.1", 0, Keys({"sk-one": ""}))  # an address of nobody
+
+
+KEYS = '[keys]\n"sk-secret" = "a"\n"sk-b" = "b"\n'
+
+
+def test_a_key_file_holds_quotas_and_operators(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'operators = ["b"]\n{KEYS}[quotas.a]\ndocuments = 3\nkv_bytes = "2MiB"\n')
+    keys = Keys.load(path)
+    assert keys.settings("a") == {"quota_documents": 3, "quota_kv_bytes": 2 << 20}
+    assert keys.settings("b") == {}
+    assert [keys.is_operator(namespace) for namespace in ("a", "b")] == [False, True]
+    assert Keys().is_operator("")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"{KEYS}[quotas.sk-secret]\nchunks = 3\n", "of a namespace that no key has"),
+        (f'operators = ["sk-secret"]\n{KEYS}', "of a namespace that no key has"),
+        (f'operators = "b"\n{KEYS}', "no list of namespaces"),
+        (f"{KEYS}[quotas]\na = 3\n", "a quota in it is no table"),
+        (f"{KEYS}[quotas.a]\nbytes = 3\n", "it may hold documents, chunks and kv_bytes"),
+        (f"{KEYS}[quotas.a]\nchunks = 0\n", "it must be 1 or more"),
+        (f'{KEYS}[quotas.a]\nkv_bytes = "much"\n', "a number of bytes"),
+        (f"{KEYS}[sk-secret]\n", "something else than keys"),
+    ],
+)
+def test_a_quota_or_an_operator_that_cannot_be_keeps_the_server_from_starting(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why) as refused:
+        Keys.load(path)
+    assert "secret" not in str(refused.value)

@@ -48,7 +48,7 @@ def test_a_document_is_added_listed_changed_and_deleted(client: TestClient) -> N
     assert add(client, given)["added"] == 1
     assert add(client, given)["unchanged"] == 1
     listed = {"id": "a/letter.txt", "source": "a/letter.txt", "title": "Letter", "metadata": {"year": 1901}}
-    assert client.get("/v1/documents").json() == {"data": [listed]}
+    assert client.get("/v1/documents").json() == {"data": [{**listed, "pinned": False}]}
     changed = add(client, {**given, "text": LETTER + BRIDGE})
     assert (changed["changed"], changed["added"]) == (1, 0)
     gone = client.delete(f"/v1/documents/{quote('a/letter.txt', safe='')}").json()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lazyrag.backend.engine import Deliver, Event, Request, Sampling, generate
+from lazyrag.backend.engine import Deliver, Delta, Event, Request, Sampling, generate
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.backend.server.supervisor import SupervisedEngine
 from lazyrag.errors import EngineDeadError, EngineStartError
@@ -129,6 +129,29 @@ def test_an_engine_that_comes_up_after_the_end_is_closed(starts: Starts) -> None
     closing.join(30)
     assert not closing.is_alive()
     assert all(isinstance(generate(late, [SHORT])[0], EngineDeadError) for late in starts.engines)
+
+
+def test_an_engine_that_dies_idle_is_started_again_before_anybody_asks(starts: Starts) -> None:
+    engine = SupervisedEngine(starts, look_s=0.01)
+    starts.may_start.clear()
+    starts.engines[0].close()
+    while engine._engine is not None:
+        pass
+    assert not engine.alive
+    starts.may_start.set()
+    wait_until_alive(engine)
+    assert (engine.restarts, len(starts.engines)) == (1, 2)
+    assert isinstance(generate(engine, [SHORT])[0], Delta)
+    engine.close()
+
+
+def test_asking_whether_an_idle_engine_lives_notices_its_death(starts: Starts) -> None:
+    engine = SupervisedEngine(starts, look_s=1000)
+    assert engine.alive
+    starts.engines[0].close()
+    assert not engine.alive
+    wait_until_alive(engine)
+    engine.close()
 
 
 def test_a_start_that_fails_at_first_is_the_callers_error(starts: Starts) -> None:

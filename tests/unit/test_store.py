@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from lazyrag.errors import InputError, StoreError
+from lazyrag.errors import InputError, QuotaError, StoreError
 from lazyrag.retrievers import migrations
 from lazyrag.retrievers.migrations import MIGRATIONS, migrate
-from lazyrag.retrievers.store import FILE_NAME, Change, Store
-from lazyrag.types import Chunk, Document, EncodedChunk, chunk_id
+from lazyrag.retrievers.store import FILE_NAME, NO_QUOTA, Change, Store
+from lazyrag.types import Chunk, Document, EncodedChunk, Quota, chunk_id
 
 
 def document(id, *texts, **fields):
@@ -48,9 +48,11 @@ def vectors(document):
     return {e.chunk.id: np.array([ord(c) for c in e.chunk.text[:2]], np.float32) for e in encoded(document)}
 
 
-def put(store, id, *texts, namespace="", **fields):
+def put(store, id, *texts, namespace="", quota=NO_QUOTA, **fields):
     doc = document(id, *texts, **fields)
-    return store.put_document(doc, encoded(doc), vectors=vectors(doc), sha256=f"sha {texts}", namespace=namespace)
+    return store.put_document(
+        doc, encoded(doc), vectors=vectors(doc), sha256=f"sha {texts}", namespace=namespace, quota=quota
+    )
 
 
 @pytest.fixture
@@ -555,3 +557,65 @@ def test_a_writer_that_is_killed_leaves_only_whole_documents(tmp_path):
             assert len(chunks) in (0, 50)
             assert len({chunk.text.split()[1] for chunk in chunks}) <= 1
             assert store.check() == []
+
+
+# ---------------------------------------------------------------- quotas and pins
+
+
+@pytest.mark.parametrize(
+    ("quota", "refused", "why"),
+    [
+        (Quota(documents=2), ("c", "one more"), "may hold 2 documents: it holds 2, and would hold 3"),
+        (Quota(chunks=3), ("b", *"bcde"), "may hold 3 chunks: it holds 3, and would hold 5"),
+    ],
+)
+def test_what_exceeds_a_quota_leaves_everything_as_it_was(store, quota, refused, why):
+    put(store, "a", "alpha", quota=quota)
+    put(store, "b", "beta", "gamma", quota=quota)
+    before = list(store.documents()), store.generation(), store.chunk_ids()
+    with pytest.raises(QuotaError, match=why):
+        put(store, *refused, quota=quota)
+    assert (list(store.documents()), store.generation(), store.chunk_ids()) == before
+    put(store, "b", "beta", "delta", quota=quota)
+    put(store, "c", "one more", namespace="another", quota=quota)
+
+
+def test_a_namespace_that_holds_too_much_already_may_shrink_but_not_grow(store):
+    quota = Quota(documents=1, chunks=1)
+    for id in "abc":
+        put(store, id, f"{id} one", f"{id} two")
+    put(store, "a", "a one", quota=quota)
+    with pytest.raises(QuotaError, match="may hold 1 chunks"):
+        put(store, "a", "a one", "a two", quota=quota)
+    with pytest.raises(QuotaError, match="may hold 1 documents"):
+        put(store, "d", "a one", quota=quota)
+
+
+def test_a_pin_covers_all_chunks_of_a_document_and_of_its_later_versions(store):
+    put(store, "a", "one", "two")
+    put(store, "b", "two", "three", "unstable four")
+    put(store, "b", "one", namespace="another")
+    assert [dict(store.pinned()), store.pin(["b", "none"]), store.pin(["b"])] == [{}, 1, 0]
+    assert {document.id: document.pinned for document in store.documents()} == {"a": False, "b": True}
+    assert dict(store.pinned()) == {chunk_id("two"): (3,), chunk_id("three"): (5,)}
+    put(store, "b", "five")
+    assert dict(store.pinned()) == {chunk_id("five"): (4,)}
+    assert dict(store.pinned("another")) == {}
+    with Store.open(store.directory) as again:
+        assert again.document("b").pinned
+        assert again.pin(["b"], pinned=False) == 1
+    assert dict(store.pinned()) == {}
+    assert store.document("none") is None
+
+
+def test_pinning_changes_the_generation_so_that_others_see_it(store):
+    put(store, "a", "one")
+    before = store.generation()
+    store.pin(["a"])
+    assert store.generation() != before
+
+
+def test_documents_are_listed_after_an_id(store):
+    for id in "abc":
+        put(store, id, "one")
+    assert [document.id for document in store.documents(after="a")] == ["b", "c"]

@@ -16,7 +16,7 @@ from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.remote import RemoteRAG
 from lazyrag.client import LazyRAG
 from lazyrag.errors import ConfigError, InputError
-from lazyrag.types import Answer, Citation, Reuse
+from lazyrag.types import DOCUMENT, Answer, ChunkId, Citation, Reuse
 
 Client: TypeAlias = LazyRAG | RemoteRAG
 
@@ -74,9 +74,36 @@ class Connection(BaseModel):
         return self._client
 
     @property
+    def embedded(self) -> LazyRAG:
+        """The client, which must not be a server's: for what is done in this process only.
+
+        Raises:
+            ConfigError: it is a server's.
+        """
+        client = self.client
+        if isinstance(client, RemoteRAG):
+            raise ConfigError(
+                "This cannot be done through a server's address.",
+                why="the server splits, embeds and registers texts itself.",
+                fix="Give the server the documents: POST /v1/documents. Or leave base_url out.",
+            )
+        return client
+
+    @property
     def model_name(self) -> str:
         """The model as the settings name it, or its folder if the store knows it."""
         return self.client.config.model or str(self.client.model)
+
+
+def warm(client: LazyRAG, ids: Iterable[ChunkId]) -> None:
+    """Compute the KV of known chunks now.
+
+    Raises:
+        EngineError: the first of the chunks' errors.
+    """
+    for _, result in client.warm(ids):
+        if isinstance(result, Exception):
+            raise result
 
 
 SETTINGS = tuple(name for name in Connection.model_fields if name not in ("base_url", "api_key", "lazyrag"))
@@ -179,7 +206,10 @@ def report(answer: Answer) -> dict[str, Any]:
 def _citation(citation: Citation) -> dict[str, Any]:
     """A chunk that the prompt held: where its KV came from, and where documents hold its text."""
     places = [
-        {name: getattr(place, name) for name in ("document_id", "source", "title", "page", "start", "end")}
+        {
+            "document_id": place.metadata.get(DOCUMENT) or place.document_id,
+            **{name: getattr(place, name) for name in ("source", "title", "page", "start", "end")},
+        }
         for place in citation.places
     ]
     first = places[0] if places else {}

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lazyrag.explain import Row
     from lazyrag.ingest import IngestPlan, Progress, Summary
     from lazyrag.loaders import Source
+    from lazyrag.records import Records
+    from lazyrag.retrievers.embed import Embedder
     from lazyrag.retrievers.search import Searcher
     from lazyrag.retrievers.store import Store
 
@@ -82,7 +84,9 @@ class LazyRAG:
         self._store_file: tuple[int, int] | None = None
         self._library: Library | None = None
         self._planner: Planner | None = None
+        self._embedders: dict[str, Embedder] = {}
         self._searcher: Searcher | None = None
+        self._records: Records | None = None
         self._looks_left = MAX_LOOKS
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -448,9 +452,21 @@ class LazyRAG:
             StoreError: the store was made with another tokenizer or embedder.
         """
         from lazyrag import ingest
-        from lazyrag.retrievers.embed import load_embedder
-        from lazyrag.retrievers.store import Store
         from lazyrag.splitter import Splitter
+
+        return ingest.plan(
+            self._made_store(),
+            paths,
+            documents=documents,
+            splitter=Splitter(self.tokenizer, self.config.chunk_size, self.config.chunk_overlap),
+            embedder=self.embedder,
+            namespace=self.config.namespace,
+            quota=self.config.quota,
+        )
+
+    def _made_store(self) -> Store:
+        """The store, made if there is none."""
+        from lazyrag.retrievers.store import Store
 
         directory = self.config.store
         if self.store is None and directory is not None:
@@ -458,15 +474,23 @@ class LazyRAG:
             with self._lock:
                 if self._store is None:  # another thread may have made it by now
                     self._take_store(Store.open(directory, create=True))
-        return ingest.plan(
-            self._needed_store(),
-            paths,
-            documents=documents,
-            splitter=Splitter(self.tokenizer, self.config.chunk_size, self.config.chunk_overlap),
-            embedder=load_embedder(self.config.embedder),
-            namespace=self.config.namespace,
-            quota=self.config.quota,
-        )
+        return self._needed_store()
+
+    @property
+    def records(self) -> Records:
+        """The store by record: what a framework's vector store is made of. The store is made if there is none."""
+        store = self._made_store()
+        with self._lock:
+            if self._records is None:
+                from lazyrag.records import Records
+
+                store.remember(**self._remembered())
+                self._records = Records(store, self.tokenizer, self.config.namespace, self.config.quota)
+            return self._records
+
+    def _remembered(self) -> dict[str, str]:
+        """What a store keeps of the settings that it is filled with."""
+        return {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
 
     def ingest(
         self,
@@ -495,8 +519,7 @@ class LazyRAG:
         plan = plan or self.plan_ingest(paths, documents=documents)
         warm = warm and self.needs_warming(plan)
         fingerprint = self._kv_fingerprint(plan.store) if warm else None
-        settings = {name: getattr(self.config, name) for name in REMEMBERED} | {"model": str(self.model)}
-        plan.store.remember(**settings)
+        plan.store.remember(**self._remembered())
         bytes_per_token = self.info.kv_bytes_per_token if warm else 0
         yield from ingest.run(
             plan,
@@ -617,13 +640,24 @@ class LazyRAG:
         return await asyncio.to_thread(self.search, query, k)
 
     def _search(self) -> Searcher:
+        store, embedder = self._needed_store(), self.embedder
         with self._searcher_lock:
             if self._searcher is None:
-                from lazyrag.retrievers.embed import load_embedder
                 from lazyrag.retrievers.search import Searcher
 
-                self._searcher = Searcher(self._needed_store(), load_embedder(self.config.embedder))
+                self._searcher = Searcher(store, embedder)
             return self._searcher
+
+    @property
+    def embedder(self) -> Embedder:
+        """Makes the vectors of texts and queries; loaded when it is first needed."""
+        name = self.config.embedder
+        with self._searcher_lock:
+            if name not in self._embedders:
+                from lazyrag.retrievers.embed import load_embedder
+
+                self._embedders[name] = load_embedder(name)
+            return self._embedders[name]
 
     def _needed_store(self) -> Store:
         directory, store = self.config.store, self.store

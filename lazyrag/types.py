@@ -20,6 +20,10 @@ Metadata: TypeAlias = Mapping[str, MetadataValue]
 
 EMPTY: Metadata = MappingProxyType({})
 
+CONTENT, DOCUMENT = "_content", "_document"
+"""Metadata of a framework's node that is kept in a store as a document (`lazyrag.records`): the node in its own form,
+and the id of the document that it is from."""
+
 
 def canonical(text: str) -> str:
     """A chunk's canonical text: outer whitespace belongs to the prompt around it, never to the chunk."""

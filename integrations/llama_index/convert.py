@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
     CachePoint,
@@ -16,13 +18,24 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
 from lazyrag.backend.engine import Delta
 from lazyrag.chat import Message
 from lazyrag.errors import InputError
 from lazyrag.integrations.common import Tool, parse_tool_calls, report, usage
-from lazyrag.types import Answer, Hit
+from lazyrag.types import CONTENT, Answer, Chunk, Hit
+
+if TYPE_CHECKING:
+    from lazyrag.records import Record
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -90,16 +103,22 @@ def _details(answer: Answer, model: str) -> dict[str, Any]:
     return {"raw": raw, "additional_kwargs": {**counts, "lazyrag": reuse}}
 
 
-def to_node(hit: Hit) -> NodeWithScore:
-    """A hit as a node whose text is the chunk's, character by character.
+def to_scored_node(hit: Hit) -> NodeWithScore:
+    """A hit as a node."""
+    return NodeWithScore(node=to_node(hit.chunk), score=hit.score)
 
-    The metadata is for the application's citations; the model and the embedder are not shown it.
+
+def to_node(chunk: Chunk) -> BaseNode:
+    """The node that was stored; else one whose text is the chunk's, character by character.
+
+    The metadata of the latter is for the application's citations; the model and the embedder are not shown it.
     """
-    chunk = hit.chunk
+    if isinstance(content := chunk.metadata.get(CONTENT), str):
+        return metadata_dict_to_node(json.loads(content))
     metadata = {**chunk.metadata, "source": chunk.source, "page": chunk.page}
     if chunk.title is not None:
         metadata["title"] = chunk.title
-    node = TextNode(
+    return TextNode(
         id_=chunk.id,
         text=chunk.text,
         metadata=metadata,
@@ -109,4 +128,35 @@ def to_node(hit: Hit) -> NodeWithScore:
         end_char_idx=chunk.end,
         relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)},
     )
-    return NodeWithScore(node=node, score=hit.score)
+
+
+def to_record(node: BaseNode) -> Record:
+    """The node, with its vector, for a store; what is no text, number or truth value of its metadata is kept unseen."""
+    from lazyrag.records import Record
+
+    start = getattr(node, "start_char_idx", None)
+    return Record(
+        node.node_id,
+        node.get_content(metadata_mode=MetadataMode.NONE),
+        source_of(node),
+        json.dumps(node_to_metadata_dict(node)),
+        document=node.ref_doc_id,
+        vector=node.embedding,
+        metadata={
+            name: value for name, value in node.metadata.items() if isinstance(value, str | int | float | NoneType)
+        },
+        start=start or 0,
+        page=page_of(node),
+    )
+
+
+def source_of(node: BaseNode) -> str:
+    """What a citation of the node shows: where its reader says that it is from."""
+    named = (node.metadata.get(name) for name in ("source", "file_path", "url", "file_name"))
+    return next((name for name in named if isinstance(name, str) and name), node.ref_doc_id or node.node_id)
+
+
+def page_of(node: BaseNode) -> int | None:
+    """The page that the node stands on, if its reader says so; LlamaIndex's write numbers as text."""
+    page = node.metadata.get("page_label", node.metadata.get("page"))
+    return int(page) if str(page).isdecimal() else None

@@ -28,6 +28,7 @@ from pydantic import ConfigDict
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.chat import Message
+from lazyrag.client import LazyRAG
 from lazyrag.errors import InputError
 from lazyrag.integrations.common import (
     Connection,
@@ -39,6 +40,7 @@ from lazyrag.integrations.common import (
     take_tools,
 )
 from lazyrag.integrations.llama_index.convert import to_chat_delta, to_chat_response, to_completion, to_messages
+from lazyrag.integrations.llama_index.embedding import LazyRAGEmbedding
 from lazyrag.types import Answer
 
 
@@ -260,7 +262,9 @@ def _tool_calls(response: ChatResponse) -> list[ToolCallBlock]:
 
 
 def configure(llm: LazyRAGLLM | None = None, **settings: Any) -> LazyRAGLLM:
-    """Make LlamaIndex use this model, and count with its tokenizer where it packs prompts.
+    """Make LlamaIndex use this model, count with its tokenizer where it packs prompts, and embed with its embedder.
+
+    An embedding model that the application has chosen already stays, and so does that of a model behind a server.
 
     Args:
         llm: the model; None makes one.
@@ -269,4 +273,6 @@ def configure(llm: LazyRAGLLM | None = None, **settings: Any) -> LazyRAGLLM:
     llm = llm or LazyRAGLLM(**settings)
     Settings.llm = llm
     Settings.tokenizer = llm.client.tokenizer.encode_plain
+    if Settings._embed_model is None and isinstance(llm.client, LazyRAG):
+        Settings.embed_model = LazyRAGEmbedding(lazyrag=llm.client)
     return llm

@@ -9,7 +9,7 @@ from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from lazyrag.integrations.common import Connection
-from lazyrag.integrations.llama_index.convert import to_node
+from lazyrag.integrations.llama_index.convert import to_scored_node
 
 
 class LazyRAGRetriever(BaseRetriever):
@@ -33,8 +33,8 @@ class LazyRAGRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         hits = self._connection.client.search(query_bundle.query_str, self.similarity_top_k)
-        return [to_node(hit) for hit in hits]
+        return [to_scored_node(hit) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         hits = await self._connection.client.asearch(query_bundle.query_str, self.similarity_top_k)
-        return [to_node(hit) for hit in hits]
+        return [to_scored_node(hit) for hit in hits]

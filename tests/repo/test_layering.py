@@ -65,6 +65,7 @@ RANKS = (
         "lazyrag.explain",
         "lazyrag.ingest",
         "lazyrag.library",
+        "lazyrag.records",
         "lazyrag.transfer",
     },
     # 4: the one facade

@@ -23,6 +23,7 @@ from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import CONTENT, MIXED, Message, TextPiece, render
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
+from lazyrag.explain import Alterations, Watch, explain
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
@@ -50,10 +51,6 @@ REMEMBERED = ("model", "mode", "preamble", "dtype", "embedder")
 
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
 """The system message of `LazyRAG.query`, unless a preamble is set."""
-
-MAX_LOOKS = 64
-"""How many prompts without any known chunk a client searches for altered ones. What alters chunks alters them every
-time, and a client that is never asked about documents shall not pay for the search."""
 
 
 class LazyRAG:
@@ -87,8 +84,7 @@ class LazyRAG:
         self._embedders: dict[str, Embedder] = {}
         self._searcher: Searcher | None = None
         self._records: Records | None = None
-        self._looks_left = MAX_LOOKS
-        self._warned: set[str] = set()
+        self._watch = Watch()
         self._lock = threading.RLock()
         # Starting an engine and loading an embedder take long, and nobody else shall wait for them.
         self._engine_lock = threading.Lock()
@@ -229,8 +225,9 @@ class LazyRAG:
         hints = _texts(hints, "hints")
         self.library.refresh()
         plan = self._plan(prompt, hints, tools, special)
-        if not plan.chunk_ids:
-            self._warn_of_altered(plan.text)
+        if len(self.library) and len(plan.text) >= MIN_CHARS:
+            for fix in self._watch.look(plan, self.library.segmenter):
+                logger.warning("A prompt holds known chunks in changed form, which reuse no KV, or less. %s", fix)
         return plan
 
     def _plan(
@@ -267,23 +264,6 @@ class LazyRAG:
                     min_tokens=self.config.min_tokens,
                 )
             return self._planner
-
-    def _warn_of_altered(self, text: str) -> None:
-        """Say, once for each kind of change, that a prompt holds chunks only in changed form: none of it is reused."""
-        if len(text) < MIN_CHARS or not len(self.library):
-            return
-        with self._lock:
-            if not self._looks_left:
-                return
-            self._looks_left -= 1
-        from lazyrag.explain import Alterations
-
-        for altered in Alterations(self.library.segmenter).find(text):
-            with self._lock:
-                if altered.kind in self._warned:
-                    continue
-                self._warned.add(altered.kind)
-            logger.warning("A prompt holds known chunks in changed form, which reuse no KV. %s", altered.fix)
 
     # ------------------------------------------------------------ what runs the model
 
@@ -713,8 +693,6 @@ class LazyRAG:
             prompt: as for `plan`.
             run: send it to the engine, to learn where each chunk's KV comes from.
         """
-        from lazyrag.explain import Alterations, explain
-
         plan, reuse = None, None
         if run:
             (answer,) = self.generate([prompt], Sampling(max_tokens=1))

@@ -39,8 +39,19 @@ from lazyrag.integrations.llama_index.convert import to_messages
 
 Connect = Callable[..., Any]
 
-WHOLE = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE, ResponseMode.ACCUMULATE]
+WHOLE = [
+    ResponseMode.COMPACT,
+    ResponseMode.REFINE,
+    ResponseMode.TREE_SUMMARIZE,
+    ResponseMode.ACCUMULATE,
+    ResponseMode.COMPACT_ACCUMULATE,
+]
 """Modes that show the model every node's text, whole."""
+
+UNSEEN = {ResponseMode.GENERATION: 1, ResponseMode.NO_TEXT: 0, ResponseMode.CONTEXT_ONLY: 0}
+"""Modes that show the model no node's text, and how often they ask it."""
+
+WAYS = ["sync", "sync use_async", "await", "sync streaming", "await streaming"]
 
 QUERY = "Which way does the river run?"
 
@@ -82,11 +93,12 @@ def synthesize(llm: LazyRAGLLM, mode: ResponseMode, nodes: list[NodeWithScore], 
     synthesizer = get_response_synthesizer(
         llm=llm, response_mode=mode, streaming="streaming" in way, use_async="use_async" in way, **prompts
     )
+    asyncio.set_event_loop(None)  # else LlamaIndex makes one that nobody closes
     if "await" in way:
 
         async def run() -> str:
             response = await synthesizer.asynthesize(QUERY, nodes)
-            if "streaming" in way:
+            if "streaming" in way and mode not in (ResponseMode.NO_TEXT, ResponseMode.CONTEXT_ONLY):
                 return "".join([token async for token in response.async_response_gen()])
             return str(response)
 
@@ -103,9 +115,9 @@ def synthesize(llm: LazyRAGLLM, mode: ResponseMode, nodes: list[NodeWithScore], 
     [
         (mode, way)
         for mode in WHOLE
-        for way in ("sync", "sync use_async", "await", "sync streaming", "await streaming")
-        # LlamaIndex refuses to stream in this mode.
-        if not (mode is ResponseMode.ACCUMULATE and "streaming" in way)
+        for way in WAYS
+        # LlamaIndex refuses to stream in these modes.
+        if not (mode in (ResponseMode.ACCUMULATE, ResponseMode.COMPACT_ACCUMULATE) and "streaming" in way)
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -185,15 +197,38 @@ def test_nodes_beyond_the_context_are_spread_over_prompts_that_fit(connect: Conn
     assert len(whole) >= len(ids) - (len(engine.requests) - 1)
 
 
-def test_simple_summarize_shows_a_list_repr_which_is_sent_as_it_is(connect: Connect, passages: list[str]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_simple_summarize_shows_a_list_repr_which_is_sent_as_it_is_and_warned_of_once(
+    connect: Connect, passages: list[str], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """LlamaIndex formats a Python list into the prompt: one text in brackets and quotes, line ends escaped."""
     client, engine = connect()
     texts = [text.replace(". ", ".\n", 1) for text in passages[:3]]
     client.register(texts)
-    synthesize(configure(LazyRAGLLM(lazyrag=client)), ResponseMode.SIMPLE_SUMMARIZE, nodes_of(texts, False), "sync")
-    (request,) = engine.requests
+    llm = configure(LazyRAGLLM(lazyrag=client))
+    for _ in range(2):
+        synthesize(llm, ResponseMode.SIMPLE_SUMMARIZE, nodes_of(texts, False), way)
+    request = engine.requests[-1]
     assert request.segments == ()
     assert texts[0].replace("\n", "\\n") in client.tokenizer.decode(request.token_ids)
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "lazyrag.client")
+    assert 'response_mode="compact"' in warning
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", UNSEEN, ids=lambda mode: mode.name)
+def test_modes_that_show_no_text_find_nothing_and_warn_of_nothing(
+    connect: Connect, passages: list[str], mode: ResponseMode, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, engine = connect()
+    client.register(passages[:3])
+    synthesize(configure(LazyRAGLLM(lazyrag=client)), mode, nodes_of(passages[:3], True), way)
+    assert [request.segments for request in engine.requests] == [()] * UNSEEN[mode]
+    assert [record for record in caplog.records if record.name == "lazyrag.client"] == []
+
+
+def test_every_mode_of_llama_index_has_its_test() -> None:
+    assert {*WHOLE, *UNSEEN, ResponseMode.SIMPLE_SUMMARIZE} == set(ResponseMode)
 
 
 # ---------------------------------------------------------------- the model

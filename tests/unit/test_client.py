@@ -20,7 +20,7 @@ from lazyrag import client as client_module
 from lazyrag.backend.engine import Cancel, Deliver, Delta, Engine, Request, Sampling
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.chat import Message
-from lazyrag.client import MAX_LOOKS, LazyRAG, close_engines, context_window, model_folder
+from lazyrag.client import LazyRAG, close_engines, context_window, model_folder
 from lazyrag.config import Config
 from lazyrag.errors import (
     CapacityError,
@@ -33,7 +33,7 @@ from lazyrag.errors import (
     StoreError,
     UnsupportedError,
 )
-from lazyrag.explain import Alterations, Altered
+from lazyrag.explain import MAX_LOOKS, Alterations, Altered
 from lazyrag.ingest import Summary
 from lazyrag.retrievers.store import Store
 from lazyrag.tokens import Tokenizer
@@ -848,6 +848,43 @@ def test_each_kind_of_change_is_warned_of_once_per_client(connect: Connect, warn
     other.register([text])
     other.plan(escaped)
     assert len(warnings()) == 3
+
+
+def test_an_altered_chunk_beside_one_that_was_found_is_warned_of(
+    connect: Connect, warnings: Callable[[], list[str]]
+) -> None:
+    """A tool's result as JSON, say, beside a registered system prompt."""
+    rag, _ = connect()
+    text = lines(passage(4, 60))
+    rag.register([A, text])
+    rag.plan([Message("system", A), Message("user", f"{json.dumps([text])}\n\nWhy?")])
+    (warning,) = warnings()
+    assert "tools: return a string" in warning
+
+
+def test_chunks_that_are_cut_off_are_warned_of_once(connect: Connect, warnings: Callable[[], list[str]]) -> None:
+    rag, _ = connect()
+    texts = [passage(seed, 60) for seed in (4, 5)]
+    rag.register(texts)
+    rag.plan(prompt_of(*texts))
+    rag.plan(f"Why?\n\n{texts[0]}")
+    assert warnings() == [], "nothing is cut, also not where the prompt ends in a chunk"
+    for text in texts:
+        rag.plan(prompt_of(texts[0], text[:250]))
+    (warning,) = warnings()
+    assert "configure(llm)" in warning
+
+
+def test_an_escaped_chunk_is_not_taken_for_one_that_was_cut(
+    connect: Connect, warnings: Callable[[], list[str]]
+) -> None:
+    rag, _ = connect()
+    text = passage(4, 60)
+    text = text[:200] + "\n" + text[200:]
+    rag.register([text])
+    rag.plan(f"{[text]!r}\n\nWhy?")
+    (warning,) = warnings()
+    assert 'response_mode="compact"' in warning
 
 
 def test_altered_chunks_are_looked_for_only_where_none_was_found(

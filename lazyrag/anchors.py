@@ -1,18 +1,22 @@
-"""Which registered chunks may occur in a text: a rolling-hash index that answers in about 2 ms for 100k characters.
+"""Which registered chunks may occur in a text: a rolling-hash index that answers in about 1 ms for 100k characters.
 
 1.  h(i) is a 64-bit polynomial hash of the `WINDOW` characters at i, from one prefix-sum array:
 
-        P[i] = sum_{j<i} v(text[j]) * B^j  mod 2^64        h(i) = (P[i + WINDOW] - P[i]) * B^-i
+        P[i] = sum_{j<i} text[j] * B^j  mod 2^64        h(i) = (P[i + WINDOW] - P[i]) * B^-i
 
-    with v and the odd base B drawn from a secret, so that nobody can prepare texts that collide.
-2.  Sampling: of every `REACH` windows in a row, the one with the smallest h is kept (a minimizer). Which windows of a
-    chunk are kept does not depend on what stands around it, and a text of `MIN_CHARS` or more keeps at least one.
+    with the odd base B drawn from a secret, so that nobody knows which texts have small or equal hashes.
+2.  Sampling: of every `REACH` windows in a row, the one with the smallest h is kept (a minimizer; if several are equal,
+    all of them). Which windows of a chunk are kept does not depend on what stands around it, and a text of `MIN_CHARS`
+    or more keeps at least one.
 3.  Each chunk is filed under one kept window, its anchor: the first among its rarest ones. Rarest, so that a header
     that every chunk shares is nobody's anchor; first, so that a chunk cut at its end is found, too.
 4.  A kept window of the prompt that is an anchor proposes the chunk. If the hash of the whole length agrees (from the
     same prefix sums), the chunk is proposed as a whole, else as possibly cut.
 
 Proposals are not proofs: the segmenter compares the text. Chunks below `MIN_CHARS` are not indexed.
+
+Chunks lie in a few immutable runs, each in one piece of memory, which is a mapped file once it was saved: processes
+share it, and a later save writes only what is new. With 1,000,000 chunks all of it takes 53 MB.
 """
 
 from __future__ import annotations
@@ -21,10 +25,8 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,10 +40,17 @@ WINDOW = 32
 REACH = 16
 MIN_CHARS = WINDOW + REACH - 1
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BATCH_CHARS = 1 << 20
-COUNT_BITS = 20
+COUNT_BITS = 22
 """Windows are counted in this many buckets (as a power of two): enough to tell boilerplate from text."""
+MAX_MEAN = 32
+"""Counts are halved when a bucket holds more than this on average: 255 fit, and only what sticks out matters."""
+GROWTH = 4
+"""Searching takes time in proportion to the runs, merging to how often a chunk moves into a larger one."""
+MANIFEST = "manifest.json"
+FEW = 1024
+"""So many proposals are made without a look at what they cost."""
 MAX_SHARED = 64
 """An anchor that more chunks than this share does not say which of them was cut."""
 MAX_PROPOSALS = 1 << 17
@@ -56,12 +65,14 @@ MAX_CHARS = 1 << 23
 """Characters of all proposed chunks together, which the caller is going to compare."""
 
 U64: TypeAlias = npt.NDArray[np.uint64]
+U32: TypeAlias = npt.NDArray[np.uint32]
+U8: TypeAlias = npt.NDArray[np.uint8]
 I64: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Entries: TypeAlias = npt.NDArray[Any]
 
-ENTRY = np.dtype([("anchor", "<u8"), ("whole", "<u8"), ("offset", "<u4"), ("length", "<u4"), ("id", "u1", 16)])
-"""One chunk: hash of its anchor, hash of its whole text, the anchor's place in it, its length in characters, its id."""
+ENTRY = np.dtype([("whole", "<u8"), ("tail", "<u8"), ("offset", "<u4"), ("length", "<u4")])
+"""One chunk: hash of its whole text, second half of its id, the anchor's place in it, its length in characters."""
 
 
 class Candidates(NamedTuple):
@@ -72,15 +83,14 @@ class Candidates(NamedTuple):
         end: where it would end; for a chunk that is cut, where it would end if it were not.
         whole: whether the hash of the whole text agreed; if not, only the anchor did.
         chunk_ids: the chunk.
-        known: where the text is that of a chunk, disjoint and ascending: every place whose whole hash agrees, proposed
-            or not, and all that may be a chunk where there was too much to look at.
+        unproposed: what else may be a chunk's text, where there was too much to look at: ranges, disjoint, ascending.
     """
 
     start: I64
     end: I64
     whole: Bools
     chunk_ids: list[ChunkId]
-    known: list[tuple[int, int]]
+    unproposed: list[tuple[int, int]]
 
 
 class AnchorIndex:
@@ -93,19 +103,24 @@ class AnchorIndex:
     def __init__(self, *, secret: bytes | None = None) -> None:
         self._secret = secret if secret is not None else secrets.token_bytes(32)
         self._hashes = _Hashes(self._secret)
-        self._counts = np.zeros(1 << COUNT_BITS, np.uint32)
-        # Each run has at least twice the entries of the next one, so there are few.
+        self._counts = np.zeros(1 << COUNT_BITS, np.uint8)
+        self._num_counted = 0
         self._runs: tuple[_Run, ...] = ()
         self._filter = _Filter(0)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return sum(int(run.alive.sum()) for run in self._runs)
+        return sum(run.num_living for run in self._runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes, mapped files included."""
+        runs = sum(run.num_bytes for run in self._runs)
+        return runs + self._counts.nbytes + self._filter.num_bytes
 
     def chunk_ids(self) -> set[ChunkId]:
         """The chunks that are indexed."""
-        digits = "".join(run.living()["id"].tobytes().hex() for run in self._runs)
-        return {digits[start : start + 32] for start in range(0, len(digits), 32)}
+        return {id for run in self._runs for id in _ids(run.heads[run.alive], run.entries["tail"][run.alive])}
 
     # ---------------------------------------------------------------- changing
 
@@ -125,55 +140,70 @@ class AnchorIndex:
                         unindexable.append(chunk_id)
                     else:
                         texts[chunk_id] = text
+                ids = list(texts)
+                heads = _halves(ids)[:, 0]
                 for run in self._runs:
-                    ids = list(texts)
-                    for found in np.flatnonzero(run.find(_to_bytes(ids)) >= 0):
-                        del texts[ids[found]]
+                    for found in np.flatnonzero(run.find(heads) >= 0):
+                        texts.pop(ids[found], None)
                 if texts:
-                    self._append(_Run.of(self._entries(_to_bytes(texts), list(texts.values()))))
+                    self._append(self._run_of(texts))
         return unindexable
 
     def remove(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Forget chunks; unknown ids are passed over."""
-        ids = _to_bytes(chunk_ids)
+        heads = _halves(chunk_ids)[:, 0]
         with self._lock:
             for run in self._runs:
-                rows = run.find(ids)
+                rows = run.find(heads)
                 run.alive[rows[rows >= 0]] = False
+            if any(2 * run.num_living < len(run.alive) for run in self._runs):
+                self._runs = tuple(_stacked(run.living() for run in self._runs if run.num_living))
 
-    def _entries(self, ids: npt.NDArray[np.uint8], texts: Sequence[str]) -> Entries:
-        lengths = np.array([len(text) for text in texts], np.int64)
+    def _run_of(self, texts: Mapping[ChunkId, str]) -> _Run:
+        lengths = np.array([len(text) for text in texts.values()], np.int64)
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        sums = self._hashes.prefix_sums("".join(texts))
+        sums = self._hashes.prefix_sums("".join(texts.values()))
         windows = self._hashes.windows(sums)
-        at = _minimizers(windows, owner=np.repeat(np.arange(len(texts), dtype=np.int32), lengths))
-        hashes = windows[at]
+        at = _minimizers(windows, borders=ends[:-1])
         owner = np.searchsorted(ends, at, side="right")
+        inside = at + WINDOW <= ends[owner]
+        at, owner = at[inside], owner[inside]
+        hashes = _mixed(windows[at])
 
-        buckets = _top_bits(hashes, COUNT_BITS)
-        np.add.at(self._counts, buckets, np.uint32(1))
-        # The first of a chunk's windows in its rarest class. Classes are powers of two: counts are estimates.
-        rarity = np.frexp(self._counts[buckets])[1]
+        rarity = self._count(_top_bits(hashes, COUNT_BITS))
         order = np.lexsort((at, rarity, owner))
-        chosen = at[order[np.searchsorted(owner[order], np.arange(len(texts)))]]
+        chosen = order[np.searchsorted(owner[order], np.arange(len(texts)))]
 
+        halves = _halves(texts)
         entries = np.zeros(len(texts), ENTRY)
-        entries["anchor"] = windows[chosen]
         entries["whole"] = self._hashes.spans(sums, starts, ends)
-        entries["offset"] = chosen - starts
+        entries["tail"] = halves[:, 1]
+        entries["offset"] = at[chosen] - starts
         entries["length"] = lengths
-        entries["id"] = ids
-        return entries
+        return _Run.of(halves[:, 0], hashes[chosen], entries)
+
+    def _count(self, buckets: I64) -> npt.NDArray[np.int32]:
+        """Count windows; for each, how common windows of its bucket are.
+
+        0 stands for no more than what any window shares its bucket with; from there on, classes are powers of two.
+        """
+        counts = self._counts
+        if self._num_counted > MAX_MEAN * len(counts):
+            counts //= 2
+            self._num_counted //= 2
+        self._num_counted += len(buckets)
+        distinct, number = np.unique(buckets, return_counts=True)
+        counts[distinct] = np.minimum(counts[distinct] + number, 255)
+        above = counts[buckets] - 1 - 2 * (self._num_counted / len(counts))
+        exponents: npt.NDArray[np.int32] = np.frexp(np.maximum(above, 0))[1]
+        return exponents
 
     def _append(self, run: _Run) -> None:
-        runs = list(self._runs)
-        while runs and len(runs[-1].entries) < 2 * len(run.entries):
-            run = _Run.of(np.concatenate([runs.pop().living(), run.living()]))
-        runs.append(run)
-        total = sum(len(run.entries) for run in runs)
+        runs = _stacked([*self._runs, run])
+        total = sum(len(run.alive) for run in runs)
         if total > self._filter.capacity:
-            grown = _Filter(2 * total)
+            grown = _Filter(total)
             for old in runs:
                 grown.add(old.anchors)
             self._filter = grown
@@ -191,40 +221,31 @@ class AnchorIndex:
         """
         runs, filter = self._runs, self._filter
         if not runs or len(text) < MIN_CHARS:
-            return Candidates(*_NO_RANGES, np.zeros(0, bool), [], [])
+            return _NOTHING
         sums = self._hashes.prefix_sums(text)
         windows = self._hashes.windows(sums)
         at = _minimizers(windows)
-        hashes = windows[at]
-        passed = filter.may_hold(hashes)
-        at, hashes = at[passed], hashes[passed]
-        known = [_NO_RANGES]
-        found = []
-        for run, hits in zip(runs, _hits(runs, hashes, at), strict=True):
-            entries = run.entries[hits.row]
-            start = at[hits.hit] - entries["offset"]
-            end = start + entries["length"]
-            inside = (start >= 0) & (end <= len(text))
-            whole = inside.copy()
-            whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == entries["whole"][inside]
-            keep = (start >= 0) & (whole | ~hits.crowded)
-            found.append((start[keep], end[keep], whole[keep], entries["id"][keep], hits.cost[keep]))
-            known.append((start[whole], end[whole]))
-            if len(hits.left_out):
-                place, longest = at[hits.left_out], int(run.entries["length"].max())
-                known.append((np.maximum(place - longest, 0), np.minimum(place + longest, len(text))))
-        starts, ends, wholes, ids, cost = (np.concatenate(column) for column in zip(*found, strict=True))
-        kept = _chosen(starts, ends, wholes, ids, np.argsort(cost, kind="stable"), num_chars=len(text))
-        passed_over = ~wholes
-        passed_over[kept] = False
-        known.append((starts[passed_over], np.minimum(ends[passed_over], len(text))))
-        return Candidates(
-            starts[kept],
-            ends[kept],
-            wholes[kept],
-            [row.tobytes().hex() for row in ids[kept]],
-            _union(*(np.concatenate(column) for column in zip(*known, strict=True))),
-        )
+        hashes = _mixed(windows[at])
+        passed = np.flatnonzero(filter.may_hold(hashes))
+        passed = passed[np.argsort(hashes[passed])]  # neighbours in memory are searched one after the other
+        hits = _hits(runs, hashes[passed], at[passed], len(text))
+        start = hits.place - hits.entries["offset"]
+        end = start + hits.entries["length"]
+        whole = (start >= 0) & (end <= len(text))
+        inside = np.flatnonzero(whole)
+        whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == hits.entries["whole"][inside]
+        proposed = np.flatnonzero((start >= 0) & (whole | ~hits.crowded))
+        start, end, whole, heads = start[proposed], end[proposed], whole[proposed], hits.heads[proposed]
+        unproposed = hits.left_out
+        if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_CHARS:
+            order = np.argsort(hits.cost[proposed], kind="stable")
+            kept = _chosen(start, end, whole, heads, order, num_chars=len(text))
+            passed_over = np.ones(len(start), bool)
+            passed_over[kept] = False
+            unproposed.append((start[passed_over], np.minimum(end[passed_over], len(text))))
+            start, end, whole, heads, proposed = start[kept], end[kept], whole[kept], heads[kept], proposed[kept]
+        ids = _ids(heads, hits.entries["tail"][proposed])
+        return Candidates(start, end, whole, ids, _union(unproposed))
 
     # ---------------------------------------------------------------- files
 
@@ -233,18 +254,20 @@ class AnchorIndex:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            living = [run.living() for run in self._runs]
-            arrays = {"entries": np.concatenate(living or [np.zeros(0, ENTRY)]), "counts": self._counts.copy()}
-        files = {}
-        for name, array in arrays.items():
-            buffer = BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            # Named by content: the manifest below switches all files at once, and names each one's checksum.
-            files[name] = f"{name}-{blake2b(buffer.getbuffer(), digest_size=16).hexdigest()}.npy"
-            _write(folder / files[name], buffer.getvalue())
-        _write(folder / "manifest.json", json.dumps({**self._format(), "files": files}, indent=1).encode())
-        for path in folder.glob("*.npy"):
-            if path.name not in files.values():
+            for run in self._runs:
+                if not run.name or not (folder / run.name).exists():
+                    run.name = _save(folder, "run", run.data)
+            alive = np.concatenate([run.alive for run in self._runs] or [np.zeros(0, bool)])
+            files = {
+                "runs": [run.name for run in self._runs],
+                "alive": _save(folder, "alive", np.packbits(alive)),
+                "counts": _save(folder, "counts", self._counts),
+            }
+            self._runs = tuple(run.mapped(folder) for run in self._runs)
+        _write(folder / MANIFEST, json.dumps({**self._format(), "files": files}, indent=1).encode())
+        kept = {*files["runs"], files["alive"], files["counts"]}
+        for path in folder.glob("*.bin"):
+            if path.name not in kept:
                 path.unlink(missing_ok=True)
 
     @classmethod
@@ -258,18 +281,24 @@ class AnchorIndex:
         folder = Path(folder)
         index = cls(secret=secret)
         try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             files = manifest.pop("files")
             if manifest != index._format():
                 raise ValueError("it has another format version or another secret")
-            entries, counts = (_read(folder / files[name]) for name in ("entries", "counts"))
-            if entries.dtype != ENTRY or counts.dtype != index._counts.dtype or counts.shape != index._counts.shape:
+            data = [_map(folder / name) for name in files["runs"]]
+            alive, counts = (_map(folder / files[name]) for name in ("alive", "counts"))
+            sizes = [len(array) // _Run.BYTES for array in data]
+            if len(counts) != len(index._counts) or len(alive) != (sum(sizes) + 7) // 8:
                 raise ValueError("its arrays have another shape")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(f"The chunk index in {folder} cannot be used:", why=f"{error}.") from error
-        index._counts = counts
-        if len(entries):
-            index._append(_Run.of(entries))
+        index._counts = counts.copy()
+        index._num_counted = int(counts.sum(dtype=np.int64))
+        living = np.split(np.unpackbits(alive).astype(bool)[: sum(sizes)], np.cumsum(sizes)[:-1])
+        index._runs = tuple(map(_Run, data, living, files["runs"]))
+        index._filter = _Filter(sum(sizes))
+        for run in index._runs:
+            index._filter.add(run.anchors)
         return index
 
     def _format(self) -> dict[str, Any]:
@@ -277,111 +306,172 @@ class AnchorIndex:
         return {"version": FORMAT_VERSION, "window": WINDOW, "reach": REACH, "secret": secret}
 
 
-@dataclass(frozen=True, slots=True)
 class _Run:
-    """Entries sorted by anchor. Only `alive` ever changes, from True to False.
+    """Chunks, by their ids and by their anchors, in one piece of memory. Only `alive` changes, from True to False.
 
-    `keys` are the ids' first 8 bytes, sorted, `rows` the entries that they belong to. Chunks that agree in 64 bits of
-    BLAKE2b count as one: the second is not indexed, which costs its reuse and nothing else.
+    `heads` are the ids' first 8 bytes, ascending, `entries` and `alive` what belongs to each; `anchors` are the hashes
+    of the anchors, ascending, `rows` the entries that they belong to. Chunks that agree in 64 bits of BLAKE2b count as
+    one: the second is not indexed, which costs its reuse and nothing else.
+
+    Args:
+        data: [n * BYTES], the arrays one after the other.
+        alive: [n].
+        name: of the file that holds `data`; empty if none does.
     """
 
-    entries: Entries
-    anchors: U64
-    keys: U64
-    rows: I64
-    alive: Bools
+    BYTES = 8 + ENTRY.itemsize + 8 + 4
+
+    def __init__(self, data: U8, alive: Bools, name: str = "") -> None:
+        n = len(alive)
+        self.data, self.alive, self.name = data, alive, name
+        heads, anchors, entries, rows = np.split(data, np.cumsum([8 * n, 8 * n, ENTRY.itemsize * n]))
+        self.heads: U64 = heads.view("<u8")
+        self.anchors: U64 = anchors.view("<u8")
+        self.entries: Entries = entries.view(ENTRY)
+        self.rows: U32 = rows.view("<u4")
 
     @classmethod
-    def of(cls, entries: Entries) -> _Run:
-        entries = entries[np.argsort(entries["anchor"], kind="stable")]
-        keys = _first_half(entries["id"])
-        rows = np.argsort(keys)
-        return cls(entries, np.ascontiguousarray(entries["anchor"]), keys[rows], rows, np.ones(len(entries), bool))
+    def of(cls, heads: U64, anchors: U64, entries: Entries) -> _Run:
+        """Of columns in any order."""
+        by_id = np.argsort(heads)
+        anchors = anchors[by_id]
+        rows = np.argsort(anchors)
+        columns = (heads[by_id], anchors[rows], entries[by_id], rows.astype("<u4"))
+        data = np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns])
+        return cls(data, np.ones(len(heads), bool))
 
-    def living(self) -> Entries:
-        return self.entries[self.alive]
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + self.alive.nbytes
 
-    def find(self, ids: npt.NDArray[np.uint8]) -> I64:
-        """For each id its living entry's row, or -1."""
-        keys = _first_half(ids)
-        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        rows = self.rows[place]
-        return np.where((self.keys[place] == keys) & self.alive[rows], rows, -1)
+    @property
+    def num_living(self) -> int:
+        return int(np.count_nonzero(self.alive))
+
+    def living(self, more: Sequence[_Run] = ()) -> _Run:
+        """What lives of it and of others."""
+        columns = []
+        for run in (self, *more):
+            anchors = np.empty_like(run.anchors)
+            anchors[run.rows] = run.anchors
+            columns.append((run.heads[run.alive], anchors[run.alive], run.entries[run.alive]))
+        return _Run.of(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+    def mapped(self, folder: Path) -> _Run:
+        """The same, read from the file that it was saved in."""
+        return _Run(np.memmap(folder / self.name, np.uint8, "r").view(np.ndarray), self.alive, self.name)
+
+    def find(self, heads: U64) -> I64:
+        """For each first half of an id its living entry's row, or -1."""
+        row = np.minimum(np.searchsorted(self.heads, heads), len(self.heads) - 1)
+        return np.where((self.heads[row] == heads) & self.alive[row], row, -1)
+
+    def find_anchors(self, hashes: U64) -> tuple[I64, I64, I64]:
+        """Which of the hashes are anchors: indices into `hashes`; the first place in `rows`, and how many, of each."""
+        first = np.searchsorted(self.anchors, hashes)
+        found = np.flatnonzero(self.anchors.take(first, mode="clip") == hashes)
+        first = first[found]
+        return found, first, np.searchsorted(self.anchors, hashes[found], side="right") - first
+
+
+def _stacked(runs: Iterable[_Run]) -> list[_Run]:
+    """The same chunks in few runs: each has at least `GROWTH` times the entries of the next one."""
+    stack: list[_Run] = []
+    for run in runs:
+        smaller = []
+        size = len(run.alive)
+        while stack and len(stack[-1].alive) < GROWTH * size:
+            smaller.append(stack.pop())
+            size += len(smaller[-1].alive)
+        stack.append(run.living(smaller) if smaller else run)
+    return stack
 
 
 class _Hits(NamedTuple):
-    """Where the anchors of a run agree with a text's hashes.
+    """Where the anchors of runs agree with a text's hashes.
 
     Attributes:
-        hit, row: index into the hashes, and row of the run, of each pair.
-        crowded: whether too many chunks share that anchor.
-        cost: how many pairs there are with that anchor; where a repetition begins or ends, how many such pairs.
-        left_out: indices into the hashes whose pairs were too many.
+        place: of the anchor in the text.
+        heads, entries: the chunk's.
+        crowded: whether too many chunks of its run share that anchor.
+        cost: how many pairs there are with that anchor; where a repetition begins or ends, how many such pairs. All 0
+            if there are few in all.
+        left_out: starts and ends of ranges of the text that may be chunks, whose pairs were too many.
     """
 
-    hit: I64
-    row: I64
+    place: I64
+    heads: U64
+    entries: Entries
     crowded: Bools
     cost: I64
-    left_out: I64
+    left_out: list[tuple[I64, I64]]
 
 
-def _hits(runs: Sequence[_Run], hashes: U64, positions: I64) -> Iterator[_Hits]:
-    """The hits of each run, at most `MAX_PROPOSALS` of all; those that cost most are left out.
+def _hits(runs: Sequence[_Run], hashes: U64, positions: I64, num_chars: int) -> _Hits:
+    """The hits of all runs, at most `MAX_PROPOSALS`; those that cost most are left out.
 
     Args:
         runs: where to look.
         hashes: of the text's kept windows.
         positions: their places in the text.
+        num_chars: the text's length.
     """
-    first = [np.searchsorted(run.anchors, hashes, side="left") for run in runs]
-    number = [np.searchsorted(run.anchors, hashes, side="right") - left for run, left in zip(runs, first, strict=True)]
-    places = [np.flatnonzero(n) for n in number]
-    pairs = np.concatenate([n[at] for n, at in zip(number, places, strict=True)])
-    _, anchor, repeats = np.unique(
-        np.concatenate([hashes[at] for at in places]), return_inverse=True, return_counts=True
-    )
+    groups = [group for run in runs if len((group := (run, *run.find_anchors(hashes)))[1])]
+    if not groups:
+        run = runs[0]
+        return _Hits(positions[:0], run.heads[:0], run.entries[:0], np.zeros(0, bool), positions[:0], [])
+    pairs = np.concatenate([number for *_, number in groups])
+    if int(pairs.sum()) <= min(FEW, MAX_PROPOSALS):
+        costs, fits = np.zeros(len(pairs), np.int64), None
+    else:
+        at = np.concatenate([found for _, found, _, _ in groups])
+        costs = _costs(pairs, hashes[at], positions[at])
+        cheapest = np.argsort(costs, kind="stable")
+        fits = np.zeros(len(pairs), bool)
+        fits[cheapest] = np.cumsum(pairs[cheapest]) <= MAX_PROPOSALS
+    hits, left_out = [], []
+    done = 0
+    for run, found, first, number in groups:
+        cost = costs[done:][: len(found)]
+        done += len(found)
+        if fits is not None:
+            fit = fits[done - len(found) : done]
+            place, longest = positions[found[~fit]], int(run.entries["length"].max())
+            left_out.append((np.maximum(place - longest, 0), np.minimum(place + longest, num_chars)))
+            found, first, number, cost = found[fit], first[fit], number[fit], cost[fit]
+        pair = np.repeat(np.arange(len(found)), number)
+        # Counts up inside each group of equal `pair`.
+        within = np.arange(len(pair)) - np.repeat(np.cumsum(number) - number, number)
+        row = run.rows[first[pair] + within]
+        living = run.alive[row]
+        pair, row = pair[living], row[living]
+        hits.append((positions[found[pair]], run.heads[row], run.entries[row], number[pair] > MAX_SHARED, cost[pair]))
+    place, heads, entries, crowded, cost = (np.concatenate(column) for column in zip(*hits, strict=True))
+    return _Hits(place, heads, entries, crowded, cost, left_out)
+
+
+def _costs(pairs: I64, anchors: U64, positions: I64) -> I64:
+    """See `_Hits.cost`; of each place where `pairs` chunks have that anchor."""
+    _, anchor, repeats = np.unique(anchors, return_inverse=True, return_counts=True)
     # A chunk of dashes stands where a line of dashes begins, rather than anywhere in it: places that are as far from
     # the one before with the same anchor as from the next one come last.
-    place = np.concatenate([positions[at] for at in places])
     by_anchor = np.argsort(anchor, kind="stable")
-    distance = np.diff(place[by_anchor])
+    distance = np.diff(positions[by_anchor])
     distance[np.diff(anchor[by_anchor]) != 0] = 0
-    begins = np.zeros(len(place), bool)
+    begins = np.zeros(len(positions), bool)
     begins[by_anchor] = np.append(0, distance) != np.append(distance, 0)
-    costs = pairs * np.where(begins, np.bincount(anchor[begins], minlength=len(repeats))[anchor], repeats[anchor])
-    cheapest = np.argsort(costs, kind="stable")
-    fits = np.zeros(len(pairs), bool)
-    fits[cheapest] = np.cumsum(pairs[cheapest]) <= MAX_PROPOSALS
-    done = 0
-    for run, left, n, at in zip(runs, first, number, places, strict=True):
-        fit, cost = fits[done : done + len(at)], costs[done : done + len(at)]
-        done += len(at)
-        kept = at[fit]
-        hit = np.repeat(kept, n[kept])
-        # Counts up inside each group of equal `hit`.
-        within = np.arange(len(hit)) - np.repeat(np.cumsum(n[kept]) - n[kept], n[kept])
-        row = left[hit] + within
-        living = run.alive[row]
-        yield _Hits(
-            hit[living],
-            row[living],
-            n[hit][living] > MAX_SHARED,
-            np.repeat(cost[fit], n[kept])[living],
-            at[~fit],
-        )
+    costs: I64 = pairs * np.where(begins, np.bincount(anchor[begins], minlength=len(repeats))[anchor], repeats[anchor])
+    return costs
 
 
-def _chosen(
-    starts: I64, ends: I64, wholes: Bools, ids: npt.NDArray[np.uint8], order: I64, *, num_chars: int
-) -> list[int]:
+def _chosen(starts: I64, ends: I64, wholes: Bools, heads: U64, order: I64, *, num_chars: int) -> list[int]:
     """Which proposals to make, within the limits of this module; `order` is by worth, and by place for each chunk."""
     chars_left, cut_left = MAX_CHARS, MAX_CUT
     whole_left = MAX_WHOLE + num_chars // WINDOW
     max_places = MAX_PLACES if len(order) > MAX_WHOLE else len(order)
     places: dict[tuple[int, bool], tuple[int, int]] = {}
     kept: list[int] = []
-    columns = (starts, ends, wholes, _first_half(ids))
+    columns = (starts, ends, wholes, heads)
     for i, start, end, whole, chunk in zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True):
         number, free_from = places.get((chunk, whole), (0, 0))
         if (number >= max_places and start < free_from) or end - start > chars_left:
@@ -396,11 +486,14 @@ def _chosen(
     return kept
 
 
-_NO_RANGES = np.zeros(0, np.int64), np.zeros(0, np.int64)
+_NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), [], [])
 
 
-def _union(start: I64, end: I64) -> list[tuple[int, int]]:
-    """The union of ranges, as disjoint ones, ascending."""
+def _union(ranges: Sequence[tuple[I64, I64]]) -> list[tuple[int, int]]:
+    """The union of ranges, given as starts and ends, as disjoint ones, ascending."""
+    if not ranges:
+        return []
+    start, end = (np.concatenate(column) for column in zip(*ranges, strict=True))
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(end[order])
     apart = np.flatnonzero(start[1:] > end[:-1])
@@ -409,36 +502,49 @@ def _union(start: I64, end: I64) -> list[tuple[int, int]]:
 
 
 class _Filter:
-    """Says of most hashes that no anchor equals them, at one look into memory each."""
+    """Says of nearly all hashes that no anchor equals them, at one look into memory each.
+
+    Two bits of one word stand for an anchor (a blocked Bloom filter); at least a word for each of them.
+    """
+
+    _PAIRS: U32 = np.array([1 << (i & 31) | 1 << (i >> 5) for i in range(1 << 10)], np.uint32)
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._bits = max(10, (16 * capacity).bit_length())
-        self._slots = np.zeros(1 << self._bits, bool)
+        self._bits = max(5, (capacity - 1).bit_length())
+        self._words = np.zeros(1 << self._bits, np.uint32)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._words)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._words.nbytes
 
     def add(self, hashes: U64) -> None:
-        self._slots[_top_bits(hashes, self._bits)] = True
+        word, pair = self._places(hashes)
+        np.bitwise_or.at(self._words, word, pair)
 
     def may_hold(self, hashes: U64) -> Bools:
-        return self._slots[_top_bits(hashes, self._bits)]
+        word, pair = self._places(hashes)
+        may: Bools = self._words[word] & pair == pair
+        return may
+
+    def _places(self, hashes: U64) -> tuple[I64, U32]:
+        top = _top_bits(hashes, self._bits + 10)
+        return top >> 10, self._PAIRS[top & 1023]
 
 
 class _Hashes:
     """The polynomial hash of the module docstring."""
 
     def __init__(self, secret: bytes) -> None:
-        drawn = np.frombuffer(blake2b(secret, digest_size=32).digest(), "<u8")
-        self._base, self._factor, self._again = (int(number) | 1 for number in drawn[:3])
-        self._summand = drawn[3]
+        self._base = int.from_bytes(blake2b(secret, digest_size=8).digest(), "little") | 1
         self._powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
 
     def prefix_sums(self, text: str) -> U64:
         """P, [len(text) + 1]."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
-        codes += self._summand
-        codes *= np.uint64(self._factor)
-        codes ^= codes >> np.uint64(29)
-        codes *= np.uint64(self._again)
         powers, _ = self._powers_up_to(len(codes))
         codes *= powers[: len(codes)]
         sums = np.zeros(len(codes) + 1, np.uint64)
@@ -474,37 +580,56 @@ def _geometric(base: int, length: int) -> U64:
     return np.cumprod(out)
 
 
-def _minimizers(windows: U64, owner: npt.NDArray[np.int32] | None = None) -> I64:
-    """The kept windows' positions, ascending; `owner` names the text that each character of a batch belongs to."""
-    low = np.uint64((1 << 32) - 1)
-    # Hash above, position below: the minimum of a group carries its place, the leftmost one of equal hashes.
-    smallest = (windows & ~low) | np.arange(len(windows), dtype=np.uint64)
+def _minimizers(windows: U64, borders: I64 | None = None) -> I64:
+    """The kept windows' positions, ascending.
+
+    Args:
+        windows: their hashes, at least `REACH`; the first 16 bits of each decide.
+        borders: where the texts of a batch meet; no window is kept for a run of windows that crosses one.
+    """
+    keys = (windows >> np.uint64(48)).astype(np.uint16)
+    # The smallest of the `REACH` windows from each one on; then, for each window, the largest of those smallest ones
+    # that it takes part in: if that is the window's own, it is somewhere the smallest.
+    smallest = _over_reach(np.minimum, keys)
+    if borders is not None:
+        smallest[(borders[:, None] - np.arange(1, MIN_CHARS)).ravel()] = 0
+    around = np.zeros(len(smallest) + 2 * (REACH - 1), np.uint16)
+    around[REACH - 1 : len(around) - REACH + 1] = smallest
+    return np.flatnonzero(_over_reach(np.maximum, around) == keys)
+
+
+def _over_reach(of: np.ufunc, values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    """The smallest or largest of `REACH` values in a row, from each one on."""
     step = 1
     while step < REACH:
-        smallest = np.minimum(smallest[:-step], smallest[step:])
+        values = of(values[:-step], values[step:])
         step *= 2
-    if owner is not None:
-        smallest = smallest[owner[: len(smallest)] == owner[MIN_CHARS - 1 :]]
-    at: I64 = (smallest & low).astype(np.int64)
-    kept: I64 = at[np.diff(at, prepend=-1) != 0]
-    return kept
+    return values
+
+
+def _mixed(hashes: U64) -> U64:
+    """As good as the hashes, one to one, and evenly spread although those of kept windows are small."""
+    return hashes * np.uint64(0x9E3779B97F4A7C15)
 
 
 def _top_bits(hashes: U64, bits: int) -> I64:
-    """A number of `bits` bits, evenly spread although kept hashes are the small ones (Fibonacci hashing)."""
-    return ((hashes * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits)).astype(np.int64)
+    return (hashes >> np.uint64(64 - bits)).astype(np.int64)
 
 
-def _first_half(ids: npt.NDArray[np.uint8]) -> U64:
-    return np.ascontiguousarray(ids[:, :8]).view("<u8").reshape(-1)
-
-
-def _to_bytes(chunk_ids: Iterable[ChunkId]) -> npt.NDArray[np.uint8]:
-    """[N, 16]."""
+def _halves(chunk_ids: Iterable[ChunkId]) -> U64:
+    """Ids as numbers, [N, 2]."""
     try:
-        return np.frombuffer(b"".join(map(bytes.fromhex, chunk_ids)), np.uint8).reshape(-1, 16)
+        return np.frombuffer(b"".join(map(bytes.fromhex, chunk_ids)), "<u8").reshape(-1, 2)
     except ValueError as error:
         raise InputError("A chunk id is not 32 hexadecimal digits.", fix="Use lazyrag.types.chunk_id.") from error
+
+
+def _ids(heads: U64, tails: U64) -> list[ChunkId]:
+    """The reverse of `_halves`."""
+    halves = np.empty((len(heads), 2), "<u8")
+    halves[:, 0], halves[:, 1] = heads, tails
+    digits = halves.tobytes().hex()
+    return [digits[start : start + 32] for start in range(0, len(digits), 32)]
 
 
 def _batches(items: Iterable[tuple[ChunkId, str]]) -> Iterator[list[tuple[ChunkId, str]]]:
@@ -520,7 +645,14 @@ def _batches(items: Iterable[tuple[ChunkId, str]]) -> Iterator[list[tuple[ChunkI
         yield batch
 
 
-def _write(path: Path, content: bytes) -> None:
+def _save(folder: Path, kind: str, content: U8) -> str:
+    """Write a file that is named by its content, so that the manifest switches all at once; its name."""
+    name = f"{kind}-{_digest(content)}.bin"
+    _write(folder / name, content.data)
+    return name
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -529,9 +661,13 @@ def _write(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def _read(path: Path) -> npt.NDArray[Any]:
-    content = path.read_bytes()
-    if blake2b(content, digest_size=16).hexdigest() != path.stem.rpartition("-")[2]:
+def _map(path: Path) -> U8:
+    """A file that `_save` wrote."""
+    content = np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.zeros(0, np.uint8)
+    if _digest(content) != path.stem.rpartition("-")[2]:
         raise ValueError(f"{path.name} is damaged")
-    array: npt.NDArray[Any] = np.load(BytesIO(content), allow_pickle=False)
-    return array
+    return content
+
+
+def _digest(content: U8) -> str:
+    return blake2b(content.data, digest_size=16).hexdigest()

@@ -1,7 +1,8 @@
 """FIND: which registered chunks occur in a text, and where.
 
-The anchor index proposes, the chunks' texts decide, and of what overlaps the best set is chosen: weighted interval
-scheduling, where an occurrence weighs the characters that it covers, and fewer, longer ones win ties.
+The anchor index proposes; a chunk's id, which is a digest of its text, proves that all of it stands there, and for a
+chunk that was cut the text itself is compared. Of what overlaps the best set is chosen: weighted interval scheduling,
+where an occurrence weighs the characters that it covers, and fewer, longer ones win ties.
 
 A chunk that was cut to fit weighs its longest common prefix less `CUT_LOSS`: reuse ends at a block border, so some of
 it is lost. What the index cannot see (chunks below `anchors.MIN_CHARS`, chunks cut before their anchor) is found if the
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple, TypeAlias
 
 from lazyrag.anchors import MAX_PLACES, AnchorIndex
-from lazyrag.types import ChunkId, Occurrence, canonical, chunk_id
+from lazyrag.types import ChunkId, Occurrence, canonical, chunk_id, digest
 
 TextsOf: TypeAlias = Callable[[Sequence[ChunkId]], Mapping[ChunkId, str]]
-"""Chunk ids -> canonical texts. What is not in the answer (deleted, another namespace) is not found."""
+"""Chunk ids -> canonical texts, asked for where a chunk may have been cut. What is not in the answer is not found."""
 
 CUT_LOSS = 64
 """Characters; about a block of 16 tokens."""
@@ -41,12 +42,16 @@ class Found(NamedTuple):
     known: list[tuple[int, int]]
 
 
+_Span: TypeAlias = tuple[int, int, bool, ChunkId]
+"""An occurrence as long as there are many: start, end, whether it is whole, chunk."""
+
+
 class Segmenter:
     """Finds chunks in texts. Thread-safe if `get_text` is.
 
     Args:
         index: proposes chunks.
-        get_text: the texts by which proposals are verified.
+        get_text: see `TextsOf`.
     """
 
     def __init__(self, index: AnchorIndex, get_text: TextsOf) -> None:
@@ -54,7 +59,7 @@ class Segmenter:
         self._get_text = get_text
 
     def find(self, text: str, hints: Iterable[str] = ()) -> list[Occurrence]:
-        """The occurrences, ordered and disjoint; each was compared with the chunk's text, character by character.
+        """The occurrences, ordered and disjoint; each is verified (module docstring).
 
         Args:
             text: a prompt or a part of one.
@@ -66,21 +71,33 @@ class Segmenter:
         """As `find`, and with it all else of the text that is known to be chunks' text."""
         hinted = _by_id(hints)
         proposed = self.index.candidates(text)
-        texts = {**self.texts(proposed.chunk_ids), **hinted}
-        places = dict.fromkeys(
-            chain(zip(proposed.chunk_ids, proposed.start.tolist(), strict=True), _hinted_places(text, hinted))
-        )
-        whole: list[Occurrence] = []
-        cut: list[Occurrence] = []
-        for id, start in places:
+        whole: list[_Span] = []
+        doubtful: list[tuple[ChunkId, int]] = []
+        columns = (proposed.chunk_ids, proposed.start.tolist(), proposed.end.tolist(), proposed.whole.tolist())
+        for id, start, end, hash_agrees in zip(*columns, strict=True):
+            if hash_agrees and digest(text[start:end]) == id:
+                whole.append((start, end, True, id))
+            else:
+                doubtful.append((id, start))
+        texts = self._get_text([id for id, _ in doubtful]) if doubtful else {}
+        if hinted:
+            texts = {**texts, **hinted}
+            doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
+        starts, ends = _apart(whole) if not hinted else ([], [])
+        cut: list[_Span] = []
+        for id, start in doubtful:
             chunk = texts.get(id, "")
+            around = bisect_right(starts, start) - 1
+            if around >= 0 and not text.startswith(chunk[: max(0, ends[around] - start) + 1], start):
+                continue  # it ends inside a whole chunk: it would not be chosen, and adds nothing to what is known
             shown = _num_shared(text, start, chunk)
             if shown and shown == len(chunk):
-                whole.append(Occurrence(id, start, start + shown))
+                whole.append((start, start + shown, True, id))
             elif shown > CUT_LOSS:
-                cut.append(Occurrence(id, start, start + shown, whole=False))
-        known = [*proposed.known, *((o.start, o.end) for o in chain(whole, cut))]
-        return Found(_schedule([*whole, *_with_shorter(cut, whole)]), known)
+                cut.append((start, start + shown, False, id))
+        known = proposed.unproposed + [(start, end) for start, end, _, _ in whole + cut]
+        chosen = _schedule(dict.fromkeys([*whole, *_with_shorter(cut, whole)]) if hinted or cut else whole)
+        return Found([Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen], known)
 
     def texts(self, ids: Iterable[ChunkId], hints: Iterable[str] = ()) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are registered or hinted at."""
@@ -105,46 +122,75 @@ def _hinted_places(text: str, hinted: Mapping[ChunkId, str]) -> Iterator[tuple[C
                 number += 1
 
 
+def _apart(spans: Iterable[_Span]) -> tuple[list[int], list[int]]:
+    """Starts and ends, ascending, of the spans that overlap no other."""
+    ordered = sorted(spans)
+    starts, ends = list[int](), list[int]()
+    reach = 0
+    for (start, end, *_), after in zip_longest(ordered, ordered[1:]):
+        if reach <= start and (after is None or end <= after[0]):
+            starts.append(start)
+            ends.append(end)
+        reach = max(reach, end)
+    return starts, ends
+
+
 def _num_shared(text: str, start: int, chunk: str) -> int:
     """How many characters `text`, from `start` on, and `chunk` have in common; takes time in proportion to them."""
-    if text.startswith(chunk, start):
-        return len(chunk)
     least, most = 0, CUT_LOSS
     while text.startswith(chunk[least:most], start + least):
+        if most >= len(chunk):
+            return len(chunk)
         least, most = most, 2 * most
-    return least + bisect_left(
-        range(1, most - least + 1), True, key=lambda n: not text.startswith(chunk[least : least + n], start + least)
-    )
+    while least + 1 < most:
+        middle = (least + most) // 2
+        if text.startswith(chunk[least:middle], start + least):
+            least = middle
+        else:
+            most = middle
+    return least
 
 
-def _with_shorter(cut: Sequence[Occurrence], whole: Sequence[Occurrence]) -> Iterator[Occurrence]:
+def _with_shorter(cut: Sequence[_Span], whole: Sequence[_Span]) -> Iterator[_Span]:
     """Cut chunks, also ending where something else starts.
 
     What follows a cut chunk may by chance begin with the chunk's next characters; then the two overlap a little.
     """
-    starts = sorted({occurrence.start for occurrence in chain(cut, whole)})
-    for occurrence in cut:
-        yield occurrence
-        shortest = max(occurrence.start, occurrence.end - CUT_LOSS)
-        nearby = range(bisect_left(starts, occurrence.end), bisect_right(starts, shortest), -1)
+    starts = sorted({start for start, *_ in chain(cut, whole)}) if cut else []
+    for span in cut:
+        yield span
+        start, end, is_whole, id = span
+        nearby = range(bisect_left(starts, end), bisect_right(starts, max(start, end - CUT_LOSS)), -1)
         for i in islice(nearby, MAX_SHORTER):
-            end = starts[i - 1]
-            if end - occurrence.start > CUT_LOSS:
-                yield Occurrence(occurrence.chunk_id, occurrence.start, end, whole=False)
+            if starts[i - 1] - start > CUT_LOSS:
+                yield start, starts[i - 1], is_whole, id
 
 
-def _schedule(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+def _schedule(spans: Iterable[_Span]) -> list[_Span]:
     """The disjoint subset that weighs most (module docstring), in order."""
-    by_end = sorted(occurrences, key=lambda o: (o.end, o.start))
-    ends = [o.end for o in by_end]
+    chosen: list[_Span] = []
+    group: list[_Span] = []  # of spans that hang together
+    group_end = 0
+    for span in sorted(spans):
+        if span[0] >= group_end:
+            chosen += _heaviest(group) if len(group) > 1 else group
+            group = []
+        group.append(span)
+        group_end = max(group_end, span[1])
+    return chosen + (_heaviest(group) if len(group) > 1 else group)
+
+
+def _heaviest(spans: Iterable[_Span]) -> list[_Span]:
+    """The same, all at once."""
+    by_end = sorted(spans, key=lambda span: (span[1], span[0]))
+    ends = [end for _, end, *_ in by_end]
     # best[n]: the most that the first n can weigh; before[n]: how many of them end before the n-th starts.
     best, before = [0], list[int]()
-    for o in by_end:
-        covered = o.end - o.start - (0 if o.whole else CUT_LOSS)
-        before.append(bisect_right(ends, o.start, hi=len(before)))
-        weight = covered * (len(by_end) + 1) - 1
+    for start, end, is_whole, _ in by_end:
+        before.append(bisect_right(ends, start, hi=len(before)))
+        weight = (end - start - (0 if is_whole else CUT_LOSS)) * (len(by_end) + 1) - 1
         best.append(max(best[-1], best[before[-1]] + weight))
-    chosen: list[Occurrence] = []
+    chosen: list[_Span] = []
     n = len(by_end)
     while n:
         if best[n] == best[n - 1]:

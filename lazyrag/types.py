@@ -32,7 +32,12 @@ def canonical(text: str) -> str:
 
 def chunk_id(text: str) -> ChunkId:
     """The id of the chunk with this text; metadata, document and position play no part in it."""
-    return blake2b(canonical(text).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return digest(canonical(text))
+
+
+def digest(canonical_text: str) -> ChunkId:
+    """`chunk_id` of a text that is known to be canonical, if it is one at all."""
+    return blake2b(canonical_text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------- documents (filled by loaders and splitter)
@@ -119,7 +124,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """A registered chunk found in a text, verified character by character: `text[start:end]` is its canonical text.
+    """A registered chunk found in a text, and verified: `text[start:end]` is its canonical text.
 
     With `whole=False` the text shows only the chunk's first `end - start` characters.
     """

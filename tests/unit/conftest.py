@@ -143,11 +143,11 @@ def model_folder(specs: dict[str, dict[str, Any]], tmp_path_factory: pytest.Temp
     return write
 
 
-def segmenter_of(texts: Iterable[str], *, hidden: Iterable[str] = ()) -> Segmenter:
-    """A segmenter that knows these texts; `hidden` ones are indexed, but no longer to be had."""
+def segmenter_of(texts: Iterable[str]) -> Segmenter:
+    """A segmenter that knows these texts."""
     known = {chunk_id(text): canonical(text) for text in texts}
     index = AnchorIndex(secret=b"tests")
-    index.add([*known.items(), *((chunk_id(text), text) for text in hidden)])
+    index.add(known.items())
     return Segmenter(index, lambda ids: {id: known[id] for id in ids if id in known})
 
 

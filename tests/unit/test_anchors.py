@@ -95,21 +95,22 @@ def test_what_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.Mo
     chunks = ["-" * 300, "-" * 301, words(random.Random(0), 30)]
     prompt = f"Go: {chunks[0]} and {chunks[2]}. Go on."
     places = [(prompt.index(chunk), prompt.index(chunk) + len(chunk)) for chunk in chunks[::2]]
-    assert index_of(*chunks).candidates(prompt).known == places
+    assert index_of(*chunks).candidates(prompt).unproposed == []
     monkeypatch.setattr(anchors, "MAX_PROPOSALS", 10)
     rows = index_of(*chunks).candidates(prompt)
     assert len(rows.chunk_ids) <= 10
     assert chunk_id(chunks[2]) in rows.chunk_ids
-    assert all(any(start <= s and e <= end for start, end in rows.known) for s, e in places)
+    seen = [*rows.unproposed, *zip(rows.start.tolist(), rows.end.tolist(), strict=True)]
+    assert all(any(start <= s and e <= end for start, end in seen) for s, e in places)
 
 
 def test_a_cut_chunk_that_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = words(random.Random(0), 60)
     prompt = f"Go: {chunk[:200]}. Go on."
-    assert index_of(chunk).candidates(prompt).known == []
+    assert index_of(chunk).candidates(prompt).unproposed == []
     monkeypatch.setattr(anchors, "MAX_CUT", 0)
     rows = index_of(chunk).candidates(prompt)
-    assert (rows.chunk_ids, rows.known) == ([], [(4, len(prompt))])
+    assert (rows.chunk_ids, rows.unproposed) == ([], [(4, len(prompt))])
 
 
 def test_an_anchor_that_many_share_proposes_no_cut_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,16 +262,70 @@ def test_saving_again_replaces_the_files(tmp_path: Path) -> None:
     index.add([(chunk_id(text), text) for text in (words(rng, 30),)])
     index.save(tmp_path)
     assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 2
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_large_index_is_not_written_again_for_a_small_change(tmp_path: Path) -> None:
+    rng = random.Random(14)
+    texts = [words(rng, 30) for _ in range(100)]
+    index_of(*texts).save(tmp_path)
+    (large,) = tmp_path.glob("run-*")
+    written = large.stat()
+    index = AnchorIndex.load(tmp_path, secret=SECRET)
+    new = [words(rng, 30) for _ in range(3)]
+    index.add([(chunk_id(text), text) for text in new])
+    index.remove([chunk_id(text) for text in texts[:5]])
+    index.save(tmp_path)
+    assert (large.stat().st_ino, large.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    runs = [path.stat().st_size for path in tmp_path.glob("run-*")]
+    assert sum(runs) == 103 * anchors._Run.BYTES
+    assert len(runs) == 2
+    again = AnchorIndex.load(tmp_path, secret=SECRET)
+    assert again.chunk_ids() == {chunk_id(text) for text in texts[5:] + new}
+
+
+def test_what_was_saved_is_read_from_the_file(tmp_path: Path) -> None:
+    rng = random.Random(15)
+    texts = [words(rng, 30) for _ in range(20)]
+    saved = index_of(*texts)
+    saved.save(tmp_path)
+    for index in (saved, AnchorIndex.load(tmp_path, secret=SECRET)):
+        (run,) = index._runs
+        assert isinstance(run.data.base, np.memmap)
+        index.remove([chunk_id(texts[0])])
+        assert {id for id, _ in found(index, "\n".join(texts))} == {chunk_id(text) for text in texts[1:]}
+
+
+def test_most_of_an_index_being_removed_frees_its_memory() -> None:
+    rng = random.Random(16)
+    texts = [words(rng, 30) for _ in range(200)]
+    index = index_of(*texts)
+    before = index.num_bytes
+    index.remove([chunk_id(text) for text in texts[20:]])
+    assert index.num_bytes <= before - 150 * anchors._Run.BYTES
+    assert {id for id, _ in found(index, "\n".join(texts))} == {chunk_id(text) for text in texts[:20]}
+    index.remove([chunk_id(text) for text in texts])
+    assert index.candidates(texts[0]).chunk_ids == []
+
+
+def test_boilerplate_is_told_from_text_however_many_windows_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "COUNT_BITS", 8)
+    monkeypatch.setattr(anchors, "BATCH_CHARS", 2000)
+    rng = random.Random(17)
+    header = "CONFIDENTIAL. This document is for the addressee only and may not be copied. " * 3
+    index = index_of(*(words(rng, 60) for _ in range(1500)))
+    assert index._num_counted <= (anchors.MAX_MEAN + 1) * 256
+    texts = [header + words(rng, 60) for _ in range(300)]
+    index.add([(chunk_id(text), text) for text in texts])
+    assert len(index.candidates(texts[-1]).chunk_ids) < 100
 
 
 def test_a_save_that_dies_half_way_leaves_the_old_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(10)
-    index = index_of(words(rng, 30))
-    index.save(tmp_path)
-    index.add([(chunk_id(text), text) for text in (words(rng, 30),)])
+    text, new = words(rng, 30), words(rng, 30)
+    index_of(text).save(tmp_path)
     write = anchors._write
-    for num_written in (0, 1, 2):
+    for num_written in (0, 1, 2, 3):
         left = iter(range(num_written))
 
         def die(path: Path, content: bytes, left: Iterator[int] = left) -> None:
@@ -280,35 +335,44 @@ def test_a_save_that_dies_half_way_leaves_the_old_index(tmp_path: Path, monkeypa
 
         monkeypatch.setattr(anchors, "_write", die)
         with pytest.raises(KeyboardInterrupt):
-            index.save(tmp_path)
+            index_of(text, new).save(tmp_path)
         assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 1
+        for path in tmp_path.glob("*.bin"):
+            if path.name not in (tmp_path / "manifest.json").read_text(encoding="utf-8"):
+                path.unlink()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest", "not json", "version", "dtype"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "empty", "missing", "manifest", "not json", "no files", "version", "shape"]
+)
 def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
     index_of(words(random.Random(11), 30)).save(tmp_path)
-    (entries,) = tmp_path.glob("entries-*.npy")
+    (run,) = tmp_path.glob("run-*")
     manifest = tmp_path / "manifest.json"
+    content = json.loads(manifest.read_text(encoding="utf-8"))
     if damage == "truncated":
-        entries.write_bytes(entries.read_bytes()[:-1])
+        run.write_bytes(run.read_bytes()[:-1])
     elif damage == "flipped":
-        content = bytearray(entries.read_bytes())
-        content[-1] ^= 1
-        entries.write_bytes(content)
+        run.write_bytes(run.read_bytes()[:-1] + b"\1")
+    elif damage == "empty":
+        run.write_bytes(b"")
     elif damage == "missing":
-        entries.unlink()
+        run.unlink()
     elif damage == "manifest":
         manifest.unlink()
     elif damage == "not json":
         manifest.write_text("[1", encoding="utf-8")
+    elif damage == "no files":
+        manifest.write_text(json.dumps({**content, "files": None}), encoding="utf-8")
     elif damage == "version":
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}), encoding="utf-8")
+        manifest.write_text(json.dumps({**content, "version": 99}), encoding="utf-8")
     else:
-        counts = next(tmp_path.glob("counts-*.npy"))
-        files = {"entries": counts.name, "counts": counts.name}
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": files}), encoding="utf-8")
+        content["files"]["alive"] = content["files"]["counts"]
+        manifest.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(StoreError, match="cannot be used"):
         AnchorIndex.load(tmp_path, secret=SECRET)
+    index_of(words(random.Random(11), 30)).save(tmp_path)
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 1
 
 
 def test_another_secret_is_noticed(tmp_path: Path) -> None:

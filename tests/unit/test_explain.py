@@ -80,7 +80,7 @@ def test_literals_that_look_like_altered_chunks_say_so() -> None:
 # ---------------------------------------------------------------- altered chunks
 
 PASSAGE = (
-    'Tom & "Jerry" met at the café in Paris.\nThey said:\tnothing at all!\n\n'
+    'Tom & "Jerry" met at the café in Paris, where it had been raining for days.\nThey said:\tnothing at all!\n\n'
     "It's <b>well known</b> that the 漢字 of 😀 are hard to read, naïve as one may be about such things as these.\n"
     "A third line follows the second one, as it is the custom among lines that come in three and never in two."
 )

@@ -267,12 +267,12 @@ def test_namespaces_keep_indexes_of_their_own(plain: Tokenizer, store: Store, in
 
 
 def damaged(folder: Path, other: Path) -> None:
-    for file in folder.rglob("entries-*.npy"):
+    for file in folder.rglob("run-*.bin"):
         file.write_bytes(file.read_bytes()[:-1])
 
 
 def half_missing(folder: Path, other: Path) -> None:
-    for file in folder.rglob("counts-*.npy"):
+    for file in folder.rglob("counts-*.bin"):
         file.unlink()
 
 

@@ -8,12 +8,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lazyrag.anchors import MIN_CHARS
-from lazyrag.segmenter import CUT_LOSS, Segmenter, _num_shared, _schedule
+from lazyrag.anchors import MIN_CHARS, AnchorIndex
+from lazyrag.segmenter import CUT_LOSS, Segmenter, _num_shared, _schedule, _Span
 from lazyrag.types import Occurrence, canonical, chunk_id
 
 MakeSegmenter = Callable[..., Segmenter]
@@ -124,22 +125,21 @@ def test_of_nested_overlapping_and_repetitive_chunks_the_most_text_is_covered(
 
 @given(intervals=st.lists(st.tuples(st.integers(0, 8), st.integers(2, 5), st.booleans()), max_size=9, unique=True))
 def test_the_schedule_is_the_best_of_all(intervals: list[tuple[int, int, bool]]) -> None:
-    occurrences = [
-        Occurrence(f"{i:032x}", 50 * start, 50 * (start + length), whole)
-        for i, (start, length, whole) in enumerate(intervals)
+    spans = [
+        (50 * start, 50 * (start + length), whole, f"{i:032x}") for i, (start, length, whole) in enumerate(intervals)
     ]
 
-    def disjoint(some: Sequence[Occurrence]) -> bool:
-        return all(one.end <= other.start or other.end <= one.start for one, other in itertools.combinations(some, 2))
+    def disjoint(some: Sequence[_Span]) -> bool:
+        return all(one[1] <= other[0] or other[1] <= one[0] for one, other in itertools.combinations(some, 2))
 
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(occurrences, size) for size in range(len(occurrences) + 1)
-    )
-    best = max((weight(some), -len(some)) for some in subsets if disjoint(some))
-    chosen = _schedule(occurrences)
+    def weighed(some: Sequence[_Span]) -> tuple[int, int]:
+        return sum(end - start - (0 if whole else CUT_LOSS) for start, end, whole, _ in some), -len(some)
+
+    subsets = itertools.chain.from_iterable(itertools.combinations(spans, size) for size in range(len(spans) + 1))
+    chosen = _schedule(spans)
     assert disjoint(chosen)
-    assert chosen == sorted(chosen, key=lambda o: o.start)
-    assert (weight(chosen), -len(chosen)) == best
+    assert chosen == sorted(chosen)
+    assert weighed(chosen) == max(weighed(some) for some in subsets if disjoint(some))
 
 
 # ---------------------------------------------------------------- one promise at a time
@@ -156,7 +156,7 @@ def test_chunks_made_to_match_everywhere_take_few_comparisons(
         return _num_shared(text, start, chunk)
 
     monkeypatch.setattr("lazyrag.segmenter._num_shared", counted)
-    chunks = ["-" * (300 + n) + "x" * (n % 2) for n in range(20)]
+    chunks = ["-" * (300 + n) + "!" * (n % 2) for n in range(20)]
     ordinary = text_of(random.Random(0), 200)
     text = "-" * 20_000 + ordinary + "-" * 20_000
     segmenter = make_segmenter([] if hinted else [*chunks, ordinary])
@@ -237,7 +237,38 @@ def test_the_tail_of_a_chunk_is_not_the_chunk(make_segmenter: MakeSegmenter) -> 
 
 def test_deleted_chunks_are_not_found(make_segmenter: MakeSegmenter) -> None:
     a, b = text_of(random.Random(10), 200), text_of(random.Random(11), 200)
-    assert make_segmenter([a], hidden=[b]).find(a + b) == planted([(a, True)])
+    segmenter = make_segmenter([a, b])
+    segmenter.index.remove([chunk_id(b)])
+    assert segmenter.find(a + b) == planted([(a, True)])
+
+
+def test_only_the_texts_of_chunks_that_may_be_cut_are_asked_for() -> None:
+    """A chunk's id proves it; reading 100 texts from a store takes longer than finding them."""
+    rng = random.Random(16)
+    whole, cut = text_of(rng, 200), text_of(rng, 200)
+    asked: list[str] = []
+    index = AnchorIndex(secret=b"tests")
+    index.add([(chunk_id(whole), whole), (chunk_id(cut), cut)])
+
+    def get_text(ids: Sequence[str]) -> dict[str, str]:
+        asked.extend(ids)
+        return {chunk_id(cut): cut}
+
+    text = f"{whole}\n{cut[:150]}"
+    assert Segmenter(index, get_text).find(text) == [
+        Occurrence(chunk_id(whole), 0, 200),
+        Occurrence(chunk_id(cut), 201, 351, whole=False),
+    ]
+    assert asked == [chunk_id(cut)]
+
+
+def test_a_hash_that_agrees_by_chance_is_no_proof(make_segmenter: MakeSegmenter) -> None:
+    a, b = text_of(random.Random(17), 200), text_of(random.Random(18), 200)
+    segmenter = make_segmenter([a])
+    candidates = segmenter.index.candidates(b + a)
+    lie = candidates._replace(start=np.array([0]), end=np.array([200]), chunk_ids=[chunk_id(a)], whole=np.array([True]))
+    segmenter.index.candidates = lambda text: lie  # type: ignore[method-assign]
+    assert segmenter.find(b + a) == []
 
 
 def test_hints_find_what_the_index_cannot(make_segmenter: MakeSegmenter) -> None:

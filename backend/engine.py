@@ -29,6 +29,7 @@ class Sampling:
         temperature: 0 is greedy.
         json_schema: constrains the answer (vLLM's guided decoding).
         timeout_s: seconds from `submit` to the last token; then the helpers below cancel the request. None: no limit.
+        allowed_token_ids: generate none but these; empty: any. Log-probabilities are the model's own all the same.
     """
 
     max_tokens: int = 256
@@ -41,6 +42,7 @@ class Sampling:
     ignore_eos: bool = False
     json_schema: Mapping[str, Any] | None = None
     timeout_s: float | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,8 @@ class FakeEngine:
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._info.max_model_len - len(request.token_ids))
         ids = self._tokenizer.encode_plain(self._reply(request))
+        if allowed := sampling.allowed_token_ids:
+            ids = [id if id in allowed else allowed[0] for id in ids]
         if sampling.ignore_eos:
             ids = list(islice(cycle(ids), limit + 1))
         full, ids = len(ids) > limit, ids[:limit]

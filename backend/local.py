@@ -458,6 +458,7 @@ def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
             seed=sampling.seed,
             logprobs=sampling.logprobs,
             ignore_eos=sampling.ignore_eos,
+            allowed_token_ids=list(sampling.allowed_token_ids) or None,
             structured_outputs=StructuredOutputsParams(json=dict(schema)) if schema is not None else None,
             output_kind=RequestOutputKind.DELTA,
             extra_args=dict(extra) or None,

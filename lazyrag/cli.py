@@ -54,6 +54,13 @@ class KV(str, Enum):
     none = "none"
 
 
+class PassageOrder(str, Enum):
+    """In which order a question's passages stand."""
+
+    given = "given"
+    shuffled = "shuffled"
+
+
 class What(str, Enum):
     """What `bench` is to find out."""
 
@@ -877,6 +884,55 @@ def bench(
     )
     result = run.profile(options, say) if what is What.profile else run.bench(options, say)
     reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
+
+
+# ---------------------------------------------------------------- quality
+
+
+@app.command("eval")
+@guarded
+def evaluate_modes(
+    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="Questions, answers and passages, one a line.")],
+    modes: Annotated[str, typer.Option("--modes", metavar="NAMES", help="With commas; exact is always there.")],
+    model: ModelOption = None,
+    preamble: PreambleOption = None,
+    docs: Annotated[int, typer.Option("--docs", min=1, help="Passages a question.")] = 10,
+    order: Annotated[PassageOrder, typer.Option("--order", help="Of the passages.")] = PassageOrder.given,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions, at most. [all]")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of orders, and of passages that are added.")] = 0,
+    as_text: Annotated[bool, typer.Option("--text", help="Ask in one text, not in a chat.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="For the JSON; what it holds is not measured anew.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw quality against cost.")] = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what each mode costs in answers, against full attention and against no passages at all."""
+    from lazyrag.client import LazyRAG
+    from lazyrag.optional import need
+    from lazyrag.quality import report
+    from lazyrag.quality.data import draw
+    from lazyrag.quality.data import load as load_questions
+    from lazyrag.quality.evaluate import evaluate
+
+    if plot is not None:
+        need("matplotlib", extra="plot")  # now, and not after hours
+    for path in filter(None, (out, plot)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written:", why="it is a folder, or its folder does not exist.")
+    rag = LazyRAG(load(file, model=model, preamble=preamble))
+    found = load_questions(data)
+    questions = draw(found.questions, passages=docs, order=order.value, limit=limit, seed=seed)
+    about = {"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed}
+    names = [name.strip() for name in modes.split(",")]
+    command = " ".join(["lazyrag", *sys.argv[1:]])
+    result = evaluate(rag.config, rag.model, questions, names, chat=not as_text, data=about, command=command, tell=say)
+    if out is not None:
+        out.write_text(json.dumps(result.values(), indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        report.plot(result.scores, plot)
+    reply(result.values(), as_json, lambda: report.lines(result))
 
 
 @config_app.command("show")

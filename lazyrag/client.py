@@ -343,6 +343,43 @@ class LazyRAG:
                 is_last = delta.finish_reason is not None
                 yield await asyncio.to_thread(self._cited, plan, delta) if is_last else delta
 
+    def logprobs(
+        self,
+        prompt: Prompt,
+        continuation: str,
+        *,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+        special: str = "allow",
+    ) -> tuple[float, ...]:
+        """The log-probability of each token of a text, if it were the answer to a prompt. Arguments: see `plan`.
+
+        Each token is a request of its own, in which the ones before it are part of the prompt; what they have in common
+        is computed once.
+
+        Raises:
+            EngineError: the first of the requests' errors.
+            InputError: see `plan`, or a continuation without a token.
+        """
+        engine, _, (request,) = self._prepare([prompt], None, hints, tools, special)
+        ids = tuple(self.tokenizer.encode_plain(continuation))
+        if not ids:
+            raise InputError("The continuation is empty.")
+        requests = [
+            replace(
+                request,
+                token_ids=(*request.token_ids, *ids[:number]),
+                sampling=Sampling(max_tokens=1, logprobs=0, allowed_token_ids=(id,)),
+            )
+            for number, id in enumerate(ids)
+        ]
+        found = []
+        for id, result in zip(ids, engines.generate(engine, requests), strict=True):
+            if isinstance(result, Exception):
+                raise result
+            found.append(result.logprobs[0][id])
+        return tuple(found)
+
     def _prepare(
         self,
         prompts: Sequence[Prompt],
@@ -672,13 +709,23 @@ class LazyRAG:
                 why=f"there are no documents in its {namespace}.",
                 fix=f"Ingest some: lazyrag ingest PATH --store {store.directory}",
             )
-        passages = "\n\n".join(f"[{i}] {hit.chunk.source}\n{hit.chunk.text}" for i, hit in enumerate(hits, 1))
-        content = f"{passages}\n\nQuestion: {question}"
+        return self.question_from(question, [(hit.chunk.source, hit.chunk.text) for hit in hits]), hits
+
+    def question_from(self, question: str, passages: Iterable[tuple[str, str]], *, chat: bool = True) -> Prompt:
+        """The prompt that asks a question about passages.
+
+        Args:
+            question: the question.
+            passages: (source, text) pairs.
+            chat: as a chat, if the model has a chat template; else as one text that ends in "Answer:".
+        """
+        numbered = "".join(f"[{i}] {source}\n{text}\n\n" for i, (source, text) in enumerate(passages, 1))
+        content = f"{numbered}Question: {question}"
         system = self.config.preamble or SYSTEM
-        if self.tokenizer.chat_template is None:
-            # The passages and their sources are documents' text; the preamble is the application's own.
-            return [TextPiece(f"{system}\n\n", MIXED), TextPiece(f"{content}\nAnswer:", CONTENT)], hits
-        return [Message("system", system), Message("user", content)], hits
+        if chat and self.tokenizer.chat_template is not None:
+            return [Message("system", system), Message("user", content)]
+        # The passages and their sources are documents' text; the preamble is the application's own.
+        return [TextPiece(f"{system}\n\n", MIXED), TextPiece(f"{content}\nAnswer:", CONTENT)]
 
     def query(self, question: str, k: int = 4, sampling: Sampling | None = None) -> Answer:
         """Answer a question from the store: retrieve, build an ordinary chat prompt, generate. `Answer.hits` cites."""
@@ -779,6 +826,8 @@ def _checked(sampling: Sampling) -> Sampling:
     wrong = [name for name, fits in wanted.items() if not fits(getattr(sampling, name))]
     if not isinstance(stop, Iterable) or not all(isinstance(text, str) and text for text in stop):
         wrong.append("stop")
+    if not isinstance(sampling.allowed_token_ids, Sequence) or not all(map(_is_int64, sampling.allowed_token_ids)):
+        wrong.append("allowed_token_ids")
     if wrong:
         raise RequestError(
             f"The request's {' and '.join(wrong)} cannot be used:",

@@ -69,7 +69,7 @@ def to_prompt(given: OwnPrompt) -> Prompt:
 
 def sampling_of(given: OwnSampling, rag: LazyRAG) -> Sampling:
     """The settings of a request."""
-    values = dict(given) | {"stop": tuple(given.stop)}
+    values = dict(given) | {"stop": tuple(given.stop), "allowed_token_ids": tuple(given.allowed_token_ids)}
     for name in ("max_tokens", "temperature"):
         if values[name] is None:
             values[name] = getattr(rag.config, name)

@@ -179,6 +179,7 @@ class OwnSampling(Strict):
     ignore_eos: bool = False
     json_schema: dict[str, Any] | None = None
     timeout_s: float | None = None
+    allowed_token_ids: list[Annotated[int, Field(ge=0, le=INT64)]] = []
 
 
 class GenerateRequest(Planning):

@@ -202,11 +202,8 @@ def profile_table(profile: dict[str, dict[str, float]]) -> list[str]:
 
 def facts(result: Result) -> list[str]:
     """Whose figures these are."""
-    m = result.machine
     engine: dict[str, Any] = next(iter(result.engines.values()), {})
-    device = ", ".join(m["gpu"]) or f"{m['cpu']}, {m['cores']} cores"
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-    lines = [f"machine: {device}", f"versions: {versions}; commit {m['commit']}"]
+    lines = facts_of(result.machine)
     if engine:
         pools = ", ".join(f"{name} {facts['kv_tokens']}" for name, facts in result.engines.items())
         lines.append(f"engines: {engine['dtype']}, blocks of {engine['block_size']} tokens, KV pool in tokens: {pools}")
@@ -214,3 +211,10 @@ def facts(result: Result) -> list[str]:
         worst = max(check.deviation / check.bound for check in result.gate if check.must_agree)
         lines.append(f"gate: {len(result.gate)} checks passed, at most {worst:.0%} of the deviation that is allowed")
     return lines
+
+
+def facts_of(machine: dict[str, Any]) -> list[str]:
+    """Device and versions (of `machine`)."""
+    device = ", ".join(machine["gpu"]) or f"{machine['cpu']}, {machine['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return [f"machine: {device}", f"versions: {versions}; commit {machine['commit']}"]

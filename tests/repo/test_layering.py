@@ -61,6 +61,7 @@ RANKS = (
     {
         "lazyrag.backend.plugin",
         "lazyrag.backend.plugin.*",
+        "lazyrag.calibration",
         "lazyrag.care",
         "lazyrag.explain",
         "lazyrag.ingest",
@@ -71,7 +72,15 @@ RANKS = (
     # 4: the one facade
     {"lazyrag.client", "lazyrag.backend.server", "lazyrag.backend.server.*"},
     # 5: ways to reach it
-    {"lazyrag.integrations.*", "lazyrag.cli", "lazyrag.doctor", "lazyrag.bench", "lazyrag.bench.*"},
+    {
+        "lazyrag.integrations.*",
+        "lazyrag.cli",
+        "lazyrag.doctor",
+        "lazyrag.bench",
+        "lazyrag.bench.*",
+        "lazyrag.quality",
+        "lazyrag.quality.*",
+    },
 )
 """A name with `.*` stands for everything below it that has no entry of its own."""
 
@@ -98,6 +107,7 @@ ONLY_IMPORTED_BY = {
     "llama_index": ("lazyrag.integrations.llama_index",),
     "typer": ("lazyrag.cli",),
     "rich": ("lazyrag.cli",),
+    "matplotlib": ("lazyrag.quality.report",),
     "fastapi": ("lazyrag.backend.server",),
     "uvicorn": ("lazyrag.backend.server",),
     "httpx": ("lazyrag.backend.remote",),

@@ -1,0 +1,153 @@
+"""Questions with what they are answered from, read from JSON lines.
+
+    {"id", "question", "answers": [str, ...], "docs": [{"title", "text"}, ...]}      documents
+    {"id", "question", "answers": [str, ...], "examples": [str, ...]}                few-shot exemplars
+
+`id` and `title` may be missing, further keys are ignored. A row with too few passages gets some of other rows, at
+random places between its own, and one with too many keeps its first, as a retriever's user would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, TypeAlias
+
+from lazyrag.errors import InputError
+from lazyrag.types import canonical
+
+Order: TypeAlias = Literal["given", "shuffled"]
+ORDERS: tuple[Order, ...] = ("given", "shuffled")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text that may be reused, and what a prompt writes in front of it."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, and what is known.
+
+    Attributes:
+        answers: every one of them is right; the first is the one whose likelihood counts.
+        passages: in the prompt's order.
+        few_shot: the passages are solved examples of the question, not documents.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    passages: tuple[Passage, ...]
+    few_shot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Questions of one file.
+
+    Attributes:
+        digest: SHA-256 of the file.
+    """
+
+    name: str
+    digest: str
+    questions: tuple[Question, ...]
+
+
+def load(path: Path) -> DataSet:
+    """Read a file.
+
+    Raises:
+        InputError: it cannot be read, or a line is not a question; the message names the line.
+    """
+    try:
+        raw = path.read_bytes()
+        lines = raw.decode().splitlines()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read:", why=f"{error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} cannot be read:", why="it is not UTF-8 text.") from None
+    questions = tuple(_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not questions:
+        raise InputError(f"{path} holds no questions.")
+    return DataSet(path.name, hashlib.sha256(raw).hexdigest(), questions)
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _wrong(place, "it is not JSON") from None
+    if not isinstance(row, dict):
+        raise _wrong(place, "it is not a JSON object")
+    question, answers = row.get("question"), row.get("answers")
+    if not isinstance(question, str) or not question.strip():
+        raise _wrong(place, "question is not a text")
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
+        raise _wrong(place, "answers is not a list of texts")
+    if ("docs" in row) == ("examples" in row):
+        raise _wrong(place, "it has neither docs nor examples, or both")
+    passages = tuple(_passages(row, place))
+    return Question(str(row.get("id", place)), question, tuple(answers), passages, "examples" in row)
+
+
+def _passages(row: dict[str, Any], place: str) -> Iterator[Passage]:
+    name = "examples" if "examples" in row else "docs"
+    if not isinstance(row[name], list):
+        raise _wrong(place, f"{name} is not a list")
+    for item in row[name]:
+        title, text = ("", item) if name == "examples" or not isinstance(item, dict) else _parts(item)
+        if not isinstance(title, str) or not isinstance(text, str) or not text.strip():
+            raise _wrong(place, f"{name} holds something without a text")
+        yield Passage(title, canonical(text))
+
+
+def _parts(item: dict[str, Any]) -> tuple[Any, Any]:
+    return item.get("title") or "", item.get("text")
+
+
+def _wrong(place: str, why: str) -> InputError:
+    return InputError(f"{place} is not a question with its passages:", why=f"{why}.")
+
+
+def draw(
+    questions: Sequence[Question], *, passages: int, order: Order = "given", limit: int | None = None, seed: int = 0
+) -> list[Question]:
+    """The first questions, each with so many passages.
+
+    What a question gets depends on its id and the seed alone, not on the limit.
+
+    Raises:
+        InputError: all rows together hold too few passages.
+    """
+    pools = {kind: _distinct(q for q in questions if q.few_shot == kind) for kind in (False, True)}
+    return [_drawn(q, pools[q.few_shot], passages, order, seed) for q in questions[:limit]]
+
+
+def _distinct(questions: Iterator[Question]) -> list[Passage]:
+    return list({passage.text: passage for question in questions for passage in question.passages}.values())
+
+
+def _drawn(question: Question, pool: Sequence[Passage], count: int, order: Order, seed: int) -> Question:
+    random = Random(f"{seed} {question.id}")
+    own = list({passage.text: passage for passage in question.passages}.values())[:count]
+    texts = {passage.text for passage in own}
+    missing = count - len(own)
+    others = [passage for passage in random.sample(pool, min(count + missing, len(pool))) if passage.text not in texts]
+    if len(others) < missing:
+        raise InputError(
+            f"The data holds {len(pool)} passages, which is too few for {count} a question.", fix="Ask for fewer."
+        )
+    for passage in others[:missing]:
+        own.insert(random.randint(0, len(own)), passage)
+    if order == "shuffled":
+        random.shuffle(own)
+    return replace(question, passages=tuple(own))

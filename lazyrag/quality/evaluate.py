@@ -1,0 +1,213 @@
+"""Every mode asked the same questions, one engine after the other.
+
+Two arms are always there: `exact`, full attention by vLLM without LazyRAG, and `none`, the questions without their
+passages. Between them lies what the passages are good for, and a mode is measured by how much of that it loses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from lazyrag.backend.engine import Engine
+from lazyrag.bench.report import machine
+from lazyrag.calibration import model_key
+from lazyrag.client import SYSTEM, LazyRAG, start_engine
+from lazyrag.config import Config
+from lazyrag.errors import InputError
+from lazyrag.quality.ask import Reply, ask
+from lazyrag.quality.data import Question
+from lazyrag.quality.scores import Estimate, estimate, lost_share, mean
+
+FULL, NONE = "exact", "none"
+MAX_TOKENS = 32
+EVERY = 10
+
+Start = Callable[[Config, Path], Engine]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a mode did, over all questions.
+
+    Attributes:
+        logprob: of the right answers, mean over questions of the mean over tokens.
+        benefit_lost: share of the passages' benefit in `logprob` that the mode loses; None if they have none for sure.
+        f1, exact_match: of the greedy answers, 0 to 1.
+        f1_lost: full attention's F1 less this one's.
+        same: share of questions whose greedy answer is full attention's.
+        recomputed: share of the passages' tokens that are computed for every prompt.
+        computed_tokens: of them and of the rest of the prompt, mean.
+        ttft_ms: median.
+    """
+
+    mode: str
+    logprob: Estimate
+    benefit_lost: Estimate | None
+    f1: Estimate
+    f1_lost: Estimate
+    exact_match: Estimate
+    same: float
+    recomputed: float
+    computed_tokens: float
+    ttft_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A mode as it was measured: by which command, on what, with which replies (one a question)."""
+
+    command: str
+    machine: dict[str, Any]
+    replies: tuple[Reply, ...]
+
+
+@dataclass(slots=True)
+class Result:
+    """All that is found so far. It holds no text of questions, passages or answers.
+
+    Attributes:
+        model: its folder's name, and its key (`lazyrag.calibration.model_key`).
+        data: what is asked; `ids` names the questions.
+        arms: by mode.
+    """
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+    arms: dict[str, Arm] = field(default_factory=dict)
+
+    @property
+    def benefit(self) -> Estimate:
+        """How much likelier the passages make the right answers under full attention, in nats a token."""
+        pairs = zip(self.arms[FULL].replies, self.arms[NONE].replies, strict=True)
+        return estimate(mean, [full.logprob - none.logprob for full, none in pairs])
+
+    @property
+    def scores(self) -> list[Score]:
+        """How every mode did."""
+        return [self._score(mode) for mode in self.arms]
+
+    def _score(self, mode: str) -> Score:
+        mine, full, none = (self.arms[name].replies for name in (mode, FULL, NONE))
+        logprobs = [[reply.logprob for reply in of] for of in (mine, full, none)]
+        passage_tokens = sum(reply.passage_tokens for reply in mine)
+        recomputed_tokens = sum(reply.recomputed_tokens for reply in mine)
+        computed_tokens = sum(reply.prompt_tokens for reply in mine) - passage_tokens + recomputed_tokens
+        return Score(
+            mode=mode,
+            logprob=estimate(mean, logprobs[0]),
+            benefit_lost=estimate(lost_share, *logprobs) if self.benefit.low > 0 else None,
+            f1=estimate(mean, [reply.f1 for reply in mine]),
+            f1_lost=estimate(mean, [f.f1 - m.f1 for f, m in zip(full, mine, strict=True)]),
+            exact_match=estimate(mean, [reply.exact_match for reply in mine]),
+            same=fmean(f.answer == m.answer for f, m in zip(full, mine, strict=True)),
+            recomputed=recomputed_tokens / passage_tokens if passage_tokens else 0.0,
+            computed_tokens=computed_tokens / len(mine),
+            ttft_ms=1000 * median(reply.ttft_s for reply in mine),
+        )
+
+    def values(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {**asdict(self), "benefit": asdict(self.benefit), "scores": [asdict(score) for score in self.scores]}
+
+    def save(self, path: Path) -> None:
+        """Write the JSON, at once."""
+        new = path.with_name(path.name + ".new")
+        new.write_text(json.dumps(self.values(), indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read what `save` has written.
+
+        Raises:
+            InputError: it is something else.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            arms = {
+                mode: Arm(arm["command"], arm["machine"], tuple(Reply(**reply) for reply in arm["replies"]))
+                for mode, arm in values["arms"].items()
+            }
+            return cls(values["model"], values["data"], arms)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            raise InputError(f"{path} is not the JSON of an evaluation.", fix="Name another file.") from None
+
+
+def evaluate(
+    config: Config,
+    folder: Path,
+    questions: Sequence[Question],
+    modes: Sequence[str],
+    *,
+    chat: bool = True,
+    data: Mapping[str, Any] | None = None,
+    out: Path | None = None,
+    command: str = "",
+    tell: Tell = lambda line: None,
+    start: Start = start_engine,
+) -> Result:
+    """Ask in every mode.
+
+    Args:
+        config: of the engines. A preamble that is not set is the system message of `LazyRAG.query`; no store is used.
+        folder: of the model.
+        questions: what to ask.
+        modes: beside `FULL` and `NONE`, which are always asked.
+        chat: see `ask`.
+        data: where the questions are from, noted in the result.
+        out: file for the JSON, written after every mode. If it exists, its modes are not measured again.
+        command: noted in the result.
+        tell: is given lines about what happens.
+        start: makes an engine.
+
+    Raises:
+        InputError: `out` is of another model, or of other questions.
+        LazyRAGError: an engine does not start, or a question cannot be answered.
+    """
+    data = {**(data or {}), "chat": chat, "ids": [question.id for question in questions]}
+    model = {"name": folder.name, "key": model_key(config, folder)}
+    result = Result.load(out) if out is not None and out.exists() else Result(model, data)
+    if (result.model, result.data) != (model, data):
+        raise InputError(f"{out} holds the results of another model, or of other questions.", fix="Name another file.")
+    for mode in dict.fromkeys((FULL, *modes)):
+        if mode in (NONE, *result.arms):
+            continue
+        with running(config, folder, mode, start) as rag:
+            if mode == FULL:
+                without = [replace(question, passages=()) for question in questions]
+                result.arms[NONE] = Arm(command, machine(), asked(rag, without, chat, NONE, tell))
+            result.arms[mode] = Arm(command, machine(), asked(rag, questions, chat, mode, tell))
+        if out is not None:
+            result.save(out)
+    return result
+
+
+@contextmanager
+def running(config: Config, folder: Path, mode: str, start: Start) -> Iterator[LazyRAG]:
+    """A client with an engine of this mode, that keeps nothing on disk and knows no stored documents."""
+    # vLLM's own attention, which runs `exact`, does not take every size of blocks.
+    block_size = None if mode == FULL else config.block_size
+    config = replace(config, mode=mode, store=None, preamble=config.preamble or SYSTEM, block_size=block_size)
+    engine = start(config, folder)
+    try:
+        yield LazyRAG(replace(config, model=str(folder)), engine=engine)
+    finally:
+        engine.close()
+
+
+def asked(rag: LazyRAG, questions: Sequence[Question], chat: bool, name: str, tell: Tell) -> tuple[Reply, ...]:
+    """The replies to all questions, one after the other."""
+    replies: list[Reply] = []
+    for question in questions:
+        replies.append(ask(rag, question, chat=chat, max_tokens=MAX_TOKENS))
+        if len(replies) % EVERY == 0 or len(replies) == len(questions):
+            so_far = fmean(reply.logprob for reply in replies)
+            tell(f"{name}: {len(replies)} of {len(questions)} questions, {so_far:.3f} nats a token of right answers")
+    return tuple(replies)

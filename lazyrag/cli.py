@@ -909,7 +909,7 @@ def evaluate_modes(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what each mode costs in answers, against full attention and against no passages at all."""
-    from lazyrag.client import LazyRAG
+    from lazyrag.client import LazyRAG, start_engine
     from lazyrag.optional import need
     from lazyrag.quality import report
     from lazyrag.quality.data import draw
@@ -926,10 +926,18 @@ def evaluate_modes(
     questions = draw(found.questions, passages=docs, order=order.value, limit=limit, seed=seed)
     about = {"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed}
     names = [name.strip() for name in modes.split(",")]
-    command = " ".join(["lazyrag", *sys.argv[1:]])
-    result = evaluate(rag.config, rag.model, questions, names, chat=not as_text, data=about, command=command, tell=say)
-    if out is not None:
-        out.write_text(json.dumps(result.values(), indent=1) + "\n", encoding="utf-8")
+    result = evaluate(
+        rag.config,
+        rag.model,
+        questions,
+        names,
+        chat=not as_text,
+        data=about,
+        out=out,
+        command=" ".join(["lazyrag", *sys.argv[1:]]),
+        tell=say,
+        start=start_engine,
+    )
     if plot is not None:
         report.plot(result.scores, plot)
     reply(result.values(), as_json, lambda: report.lines(result))

@@ -91,9 +91,10 @@ class Result:
     @property
     def scores(self) -> list[Score]:
         """How every mode did."""
-        return [self._score(mode) for mode in self.arms]
+        return [self.score(mode) for mode in self.arms]
 
-    def _score(self, mode: str) -> Score:
+    def score(self, mode: str) -> Score:
+        """How a mode did, compared question by question."""
         mine, full, none = (self.arms[name].replies for name in (mode, FULL, NONE))
         logprobs = [[reply.logprob for reply in of] for of in (mine, full, none)]
         passage_tokens = sum(reply.passage_tokens for reply in mine)
@@ -149,6 +150,7 @@ def evaluate(
     chat: bool = True,
     data: Mapping[str, Any] | None = None,
     out: Path | None = None,
+    enough: Callable[[Score], bool] = lambda score: False,
     command: str = "",
     tell: Tell = lambda line: None,
     start: Start = start_engine,
@@ -163,6 +165,7 @@ def evaluate(
         chat: see `ask`.
         data: where the questions are from, noted in the result.
         out: file for the JSON, written after every mode. If it exists, its modes are not measured again.
+        enough: is asked after every mode but `FULL`, whether the ones that are left can be spared.
         command: noted in the result.
         tell: is given lines about what happens.
         start: makes an engine.
@@ -177,15 +180,16 @@ def evaluate(
     if (result.model, result.data) != (model, data):
         raise InputError(f"{out} holds the results of another model, or of other questions.", fix="Name another file.")
     for mode in dict.fromkeys((FULL, *modes)):
-        if mode in (NONE, *result.arms):
-            continue
-        with running(config, folder, mode, start) as rag:
-            if mode == FULL:
-                without = [replace(question, passages=()) for question in questions]
-                result.arms[NONE] = Arm(command, machine(), asked(rag, without, chat, NONE, tell))
-            result.arms[mode] = Arm(command, machine(), asked(rag, questions, chat, mode, tell))
-        if out is not None:
-            result.save(out)
+        if mode not in (NONE, *result.arms):
+            with running(config, folder, mode, start) as rag:
+                if mode == FULL:
+                    without = [replace(question, passages=()) for question in questions]
+                    result.arms[NONE] = Arm(command, machine(), asked(rag, without, chat, NONE, tell))
+                result.arms[mode] = Arm(command, machine(), asked(rag, questions, chat, mode, tell))
+            if out is not None:
+                result.save(out)
+        if mode not in (FULL, NONE) and enough(result.score(mode)):
+            break
     return result
 
 

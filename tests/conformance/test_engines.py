@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,16 @@ def test_each_token_has_its_log_probability_if_asked_for(engine: Engine) -> None
     assert len(asked.logprobs) == len(asked.token_ids)
     for token, logprobs in zip(asked.token_ids, asked.logprobs, strict=True):
         assert logprobs[token] == max(logprobs.values()) <= 0
+
+
+def test_a_token_that_is_forced_is_as_likely_as_it_would_have_been(engine: Engine) -> None:
+    request = lazy(tuple(text(40)), text(10), sampling=replace(SHORT, max_tokens=1, logprobs=3))
+    (free,) = run(engine, request)
+    token, logprob = min(free.logprobs[0].items(), key=itemgetter(1))
+    forced = replace(request.sampling, logprobs=0, allowed_token_ids=(token,))
+    (answer,) = run(engine, replace(request, sampling=forced))
+    assert answer.token_ids == (token,)
+    assert answer.logprobs[0][token] == pytest.approx(logprob, abs=1e-4)
 
 
 def test_a_seed_makes_sampling_repeatable(engine: Engine) -> None:

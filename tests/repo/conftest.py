@@ -28,9 +28,10 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def modules() -> dict[str, Path]:
     """Import name -> file, for every module that the wheel must hold."""
-    paths = [*(ROOT / "lazyrag").glob("*.py"), *(ROOT / "lazyrag" / "bench").rglob("*.py")]
-    for folder in FOLDERS:
-        paths += (ROOT / folder).rglob("*.py")
+    paths = list((ROOT / "lazyrag").glob("*.py"))
+    own = [path for path in (ROOT / "lazyrag").iterdir() if path.is_dir() and not path.is_symlink()]
+    for folder in [*own, *(ROOT / folder for folder in FOLDERS)]:
+        paths += folder.rglob("*.py")
     return {_module_name(path): path for path in sorted(paths)}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lazyrag.anchors import AnchorIndex
 from lazyrag.backend.hashing import NAME_DIGITS, chunk_name, head_names
-from lazyrag.backend.tiers.disk import ChunkFile, chunk_files, flaw, leftovers, remove_files, space_of
+from lazyrag.backend.tiers.disk import HEX, ChunkFile, chunk_files, flaw, leftovers, remove_files, space_of
 from lazyrag.errors import StoreError
 from lazyrag.retrievers.store import Store
 from lazyrag.retrievers.vectors import is_whole
@@ -137,6 +137,16 @@ def kv_by_name(root: Path, namespace: str) -> dict[str, list[ChunkFile]]:
     for file in chunk_files(root, space_of(namespace)):
         files[file.key[:NAME_DIGITS]].append(file)
     return dict(files)
+
+
+def models_of(store: Store, id: ChunkId, namespace: str = "") -> set[str]:
+    """The models, each by the first digits of its fingerprint, that have left KV of a chunk on disk."""
+    tokens = store.get_tokens([id], namespace).get(id)
+    if tokens is None:
+        return set()
+    name = chunk_name(tokens, salt=namespace)
+    pattern = f"{HEX * 16}/{space_of(namespace)}/{name[:2]}/{name}*.safetensors"
+    return {path.parts[-4] for path in (store.directory / KV).glob(pattern)}
 
 
 def kv_bytes(store: Store, namespace: str) -> int:

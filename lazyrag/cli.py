@@ -436,6 +436,7 @@ def row_values(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "reused": row.reused,
                 "kv": row.source or None,
                 "reason": row.reason or None,
+                "nearest": row.nearest,
             }
         )
         start = end

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from hashlib import blake2b
 from itertools import islice
 from math import isfinite, isnan
@@ -23,7 +24,7 @@ from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import CONTENT, MIXED, Message, TextPiece, render
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
-from lazyrag.explain import Alterations, Watch, explain
+from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
 from lazyrag.plan import Planner
 from lazyrag.tokens import Tokenizer
@@ -623,12 +624,15 @@ class LazyRAG:
         folder = self.config.kv_dir
         if folder is None:
             return None
-        model = self.info.fingerprint
-        prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
-        fingerprint = f"{model}-{prefix}"
+        fingerprint = self._kv_name()
         if not self._is_kv_kept(store, fingerprint):
             store.forget_warm(fingerprint)
         return fingerprint
+
+    def _kv_name(self) -> str:
+        """Of what the KV of chunks depends on: the model's fingerprint, and the preamble's digest."""
+        prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
+        return f"{self.info.fingerprint}-{prefix}"
 
     def _is_kv_kept(self, store: Store, fingerprint: str) -> bool:
         """Whether the store's notes of warm chunks can be believed: for at least half of them there is a file.
@@ -744,7 +748,43 @@ class LazyRAG:
         if run:
             (answer,) = self.generate([prompt], Sampling(max_tokens=1))
             plan, reuse = answer.plan, answer.reuse
-        return explain(plan or self.plan(prompt), reuse, nearest=Alterations(self.library.segmenter).find)
+        return self.explain_plan(plan or self.plan(prompt), reuse, all_namespaces=True)
+
+    def explain_plan(self, plan: PromptPlan, reuse: Reuse | None = None, *, all_namespaces: bool = False) -> list[Row]:
+        """As `explain`, of a prompt that was planned and may have run.
+
+        Args:
+            plan: see `plan`.
+            reuse: the engine's report.
+            all_namespaces: say so if a text is another namespace's: for those only who may know.
+        """
+
+        @cache
+        def others() -> list[Library]:
+            namespaces = self.store.namespaces() if all_namespaces and self.store is not None else []
+            found = [Library(self.tokenizer, self.store, n) for n in namespaces if n != self.config.namespace]
+            for library in found:
+                library.refresh()
+            return found
+
+        return explain(
+            plan,
+            reuse,
+            nearest=Alterations(self.library.segmenter).nearest,
+            why_computed=self._why_computed,
+            is_anothers=lambda text: any(library.segmenter.find(text) for library in others()),
+        )
+
+    def _why_computed(self, id: ChunkId) -> str:
+        from lazyrag import care
+
+        store, namespace = self.store, self.config.namespace
+        if store is None or self.config.kv_dir is None:
+            return FIRST_USE
+        own = self._kv_name()
+        noted = store.warm_for(id, namespace)
+        others = noted - {own} or care.models_of(store, id, namespace) - {own[:16]}
+        return EVICTED if own in noted else OTHER_MODEL if others else FIRST_USE
 
     def stats(self) -> dict[str, Any]:
         """Counts of the store, of its KV on disk, and of the engine if it runs.

@@ -11,6 +11,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from lazyrag.plan import AT_END
@@ -19,8 +20,15 @@ from lazyrag.types import COMPUTED, ChunkId, Piece, PromptPlan, Reuse, chunk_id
 
 PREAMBLE, CHUNK, LITERAL = "preamble", "chunk", "literal"
 FIRST_USE = "its KV was nowhere yet; it was computed, and is kept for the next request"
+EVICTED = "its KV was kept on disk and is not there any more: evicted to stay within a limit, or removed"
+OTHER_MODEL = "its KV on disk is of another model, setting or preamble; lazyrag kv rebuild computes it for this one"
+"""Why a chunk was computed."""
 
-ESCAPED, HTML, WHITESPACE, UNICODE, CUT = "escaped", "html", "whitespace", "unicode", "cut"
+NOT_REGISTERED = "no document's text, and no registered one, is in it"
+OTHER_NAMESPACE = "it holds text of another namespace's documents; namespaces share nothing"
+"""Why a literal is none."""
+
+ESCAPED, HTML, WHITESPACE, UNICODE, CUT, EDITED = "escaped", "html", "whitespace", "unicode", "cut", "edited"
 FIXES = {
     ESCAPED: "A list or an object was turned into text, with quotes and line breaks escaped. Join the documents' texts"
     ' with "\\n\\n" (LangChain: format_docs; LlamaIndex: response_mode="compact"; tools: return a string).',
@@ -29,7 +37,15 @@ FIXES = {
     UNICODE: "The text was normalised to another Unicode form. Put it in as it is, or register what is shown.",
     CUT: "Chunks are cut off: of each, the whole KV blocks of its beginning are reused. Give prompts more room (fewer"
     " passages, max_model_len), or count with the model's tokenizer (LlamaIndex: configure(llm)).",
+    EDITED: "Some words are others: it is another version. Put the text in as it is, or register what is shown.",
 }
+ALIKE = 0.5
+"""A text is called an edited chunk if it holds this share of the chunk's runs of `RUN` words."""
+RUN = 3
+MOST_EDITED = 64
+"""Chunks that are compared with a text to find one of which it is another version."""
+MIN_TOKENS = 16
+"""A shorter literal needs no reason: it is the application's own words."""
 
 MAX_LOOKS = 64
 """How many prompts a `Watch` searches for altered chunks. What alters chunks alters them every time, and whoever asks
@@ -48,6 +64,7 @@ class Row:
         source: of a reusable chunk, where its KV came from (`types.HBM`, `DISK`, `COMPUTED`); empty if the request has
             not run.
         reason: why it was not reused; empty if it was, or if there is nothing to say.
+        nearest: of a literal that holds a chunk in changed form, that chunk; else None.
     """
 
     piece: Piece
@@ -56,6 +73,7 @@ class Row:
     reused: bool
     source: str
     reason: str
+    nearest: ChunkId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +81,7 @@ class Altered:
     """A chunk that a literal text holds in changed form.
 
     Attributes:
-        kind: `ESCAPED`, `HTML`, `WHITESPACE` or `UNICODE`.
+        kind: `ESCAPED`, `HTML`, `WHITESPACE`, `UNICODE` or (`Alterations.nearest`) `EDITED`.
         fix: what happened and what to do, a sentence or two.
     """
 
@@ -75,32 +93,47 @@ class Altered:
 Nearest: TypeAlias = Callable[[str], Sequence[Altered]]
 
 
-def explain(plan: PromptPlan, reuse: Reuse | None = None, *, nearest: Nearest | None = None) -> list[Row]:
+def explain(
+    plan: PromptPlan,
+    reuse: Reuse | None = None,
+    *,
+    nearest: Nearest | None = None,
+    why_computed: Callable[[ChunkId], str] = lambda id: FIRST_USE,
+    is_anothers: Callable[[str], bool] = lambda text: False,
+) -> list[Row]:
     """One row for each piece of the plan, in order.
 
     Args:
         plan: the prompt as it was (or would be) sent.
         reuse: the engine's report; None if the request has not run.
-        nearest: finds altered chunks in literal text (`Alterations.find`).
+        nearest: finds altered chunks in literal text (`Alterations.nearest`).
+        why_computed: says of a chunk that was computed why.
+        is_anothers: whether a text holds a chunk of another namespace. For those only who may know.
     """
     sources = iter(reuse.sources if reuse else ())
     rows = []
     position = 0
     for piece in plan.pieces:
-        source, reason = "", piece.reason
+        source, reason, altered = "", piece.reason, None
         if position < plan.prefix_len:
             kind = PREAMBLE
         elif piece.chunk_id is None:
             kind = LITERAL
             if nearest is not None and not reason:
-                reason = " ".join(dict.fromkeys(altered.fix for altered in nearest(piece.text)))
+                found = nearest(piece.text)
+                reason = " ".join(dict.fromkeys(one.fix for one in found))
+                altered = found[0].chunk_id if found else None
+                if not reason and is_anothers(piece.text):
+                    reason = OTHER_NAMESPACE
+                elif not reason and len(piece.token_ids) >= MIN_TOKENS:
+                    reason = NOT_REGISTERED
         else:
             kind = CHUNK
             if piece.reuse:
                 source = next(sources, "")
-                reason = FIRST_USE if source == COMPUTED else ""
+                reason = why_computed(piece.chunk_id) if source == COMPUTED else ""
         reused = bool(source) and source != COMPUTED
-        rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason))
+        rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason, altered))
         position += len(piece.token_ids)
     return rows
 
@@ -129,6 +162,19 @@ class Alterations:
                 found.setdefault(id, WHITESPACE)
         texts = self._segmenter.texts(found)
         return [Altered(kind, id, FIXES[kind]) for id, kind in found.items() if texts.get(id, "") not in text]
+
+    def nearest(self, text: str) -> list[Altered]:
+        """As `find`; if that finds none, the chunks of which the text looks like another version."""
+        found = self.find(text)
+        if found:
+            return found
+        runs = set(_runs(text))
+        proposed = dict.fromkeys(self._segmenter.index.candidates(text).chunk_ids)
+        for id, chunk in self._segmenter.texts(list(islice(proposed, MOST_EDITED))).items():
+            own = _runs(chunk)
+            if own and chunk not in text and sum(run in runs for run in own) >= ALIKE * len(own):
+                found.append(Altered(EDITED, id, FIXES[EDITED]))
+        return found
 
 
 class Watch:
@@ -190,6 +236,12 @@ def _unescaped(text: str) -> str:
 
     # JSON writes a character beyond U+FFFF as two escapes, a surrogate pair.
     return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _runs(text: str) -> list[tuple[str, ...]]:
+    """Every `RUN` words that follow each other."""
+    words = text.split()
+    return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 
 
 def _squeezed(text: str) -> str:

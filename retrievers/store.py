@@ -523,6 +523,15 @@ class Store:
             row = db.execute("SELECT count(*) FROM warmed WHERE fingerprint = ?", (fingerprint,)).fetchone()
         return int(row[0])
 
+    def warm_for(self, id: ChunkId, namespace: str = "") -> set[str]:
+        """The fingerprints under which a chunk is noted by `mark_warm`."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT fingerprint FROM warmed JOIN chunks c ON chunk = key WHERE namespace = ? AND id = ?",
+                (namespace, id),
+            )
+            return {fingerprint for (fingerprint,) in rows}
+
     def forget_warm(self, fingerprint: str) -> None:
         """Take back every `mark_warm` of a fingerprint, in all namespaces: its KV was deleted."""
         with self._writing() as db:

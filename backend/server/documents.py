@@ -25,10 +25,11 @@ from lazyrag.backend.server.schemas import (
 from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
 from lazyrag.errors import QuotaError
 from lazyrag.ingest import Summary
-from lazyrag.types import Chunk, Document, Hit
+from lazyrag.types import Chunk, Document, Hit, PromptPlan, Reuse
 
 if TYPE_CHECKING:
     from lazyrag.client import LazyRAG
+    from lazyrag.explain import Row
     from lazyrag.retrievers.store import Store
 
 router = APIRouter(prefix="/v1")
@@ -160,7 +161,8 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
     call = Call(rag, to_prompt(body.prompt), Sampling(max_tokens=1), body.hints, body.tools, body.special)
     with service.queue.places():
         reuse = joined(await unless_gone(request, service.whole(call))).reuse if body.run else None
-        plan, rows = await asyncio.to_thread(_rows, call, reuse)
+        may_know = service.keys.is_operator(rag.config.namespace)
+        plan, rows = await asyncio.to_thread(_rows, call, reuse, may_know)
     return {
         "prefix_len": plan.prefix_len,
         "num_tokens": len(plan.token_ids),
@@ -175,18 +177,16 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
                 "reused": row.reused,
                 "kv": row.source or None,
                 "reason": row.reason or None,
+                "nearest": row.nearest,
             }
             for row in rows
         ],
     }
 
 
-def _rows(call: Call, reuse: Any) -> tuple[Any, Any]:
-    from lazyrag.explain import Alterations, explain
-
-    rag = call.rag
-    plan = call.plan or rag.plan(call.prompt, hints=call.hints, tools=call.tools, special=call.special)
-    return plan, explain(plan, reuse, nearest=Alterations(rag.library.segmenter).find)
+def _rows(call: Call, reuse: Reuse | None, may_know: bool) -> tuple[PromptPlan, list[Row]]:
+    plan = call.plan or call.rag.plan(call.prompt, hints=call.hints, tools=call.tools, special=call.special)
+    return plan, call.rag.explain_plan(plan, reuse, all_namespaces=may_know)
 
 
 @router.post("/query")

@@ -18,7 +18,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Gauges: TypeAlias = Mapping[str, tuple[str, float]]
 """Name -> (meaning, value) of what others know."""
 
-TIER_GAUGES = {"chunks": "Chunks in a tier.", "bytes": "Bytes of KV in a tier.", "budget_bytes": "That it may hold."}
+TIER_GAUGES = {
+    "chunks": "Chunks in a tier.",
+    "bytes": "Bytes of KV in a tier.",
+    "budget": "Bytes that it may hold; 0: no limit.",
+}
 """What `Engine.stats()["tiers"]` says of a tier now. Whatever else it says is counted since the engine's start."""
 
 

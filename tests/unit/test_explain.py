@@ -12,11 +12,14 @@ import pytest
 
 from lazyrag.explain import (
     CHUNK,
+    EDITED,
     ESCAPED,
     FIRST_USE,
     FIXES,
     HTML,
     LITERAL,
+    NOT_REGISTERED,
+    OTHER_NAMESPACE,
     PREAMBLE,
     UNICODE,
     WHITESPACE,
@@ -74,7 +77,20 @@ def test_literals_that_look_like_altered_chunks_say_so() -> None:
 
     rows = explain(PLAN, nearest=nearest)
     assert asked == ["Context:"]
-    assert rows[1].reason == "do this"
+    assert (rows[1].reason, rows[1].nearest) == ("do this", A)
+    assert [row.nearest for row in rows if row is not rows[1]] == [None] * 6
+
+
+def test_a_literal_long_enough_to_be_a_document_is_told_apart_from_the_applications_words() -> None:
+    long = PromptPlan((Piece("Answer:", (1,)), Piece("a text of nobody", tuple(range(16)))))
+    assert [row.reason for row in explain(long, nearest=lambda text: [])] == ["", NOT_REGISTERED]
+    rows = explain(long, nearest=lambda text: [], is_anothers=lambda text: "nobody" in text)
+    assert [row.reason for row in rows] == ["", OTHER_NAMESPACE]
+
+
+def test_a_computed_chunk_says_why() -> None:
+    rows = explain(PLAN, Reuse(13, 0, (COMPUTED, COMPUTED, HBM)), why_computed=lambda id: f"because {id[0]}")
+    assert [row.reason for row in rows if row.source] == ["because a", "because b", ""]
 
 
 # ---------------------------------------------------------------- altered chunks
@@ -132,3 +148,16 @@ def test_real_passages_in_a_list_repr_are_recognised(
         found = alterations.find(f"Context: {shown!r}\nQuestion?")
         escaped = {chunk_id(text) for text in shown if repr(text)[1:-1] != text}
         assert escaped <= {altered.chunk_id for altered in found if altered.kind == ESCAPED}
+
+
+def test_an_edited_chunk_is_found_as_the_nearest_one(make_segmenter: Callable[..., Segmenter]) -> None:
+    words = [f"word{n}" for n in range(60)]
+    chunk, other = " ".join(words), " ".join(f"other{n}" for n in range(60))
+    find = Alterations(make_segmenter([chunk, other])).nearest
+    edits = [" ".join([*words[:n], "edited", *words[n + 1 :]]) for n in range(0, 60, 5)]
+    found = [find(f"Context:\n{text}\nAnswer:") for text in edits]
+    assert {altered.kind for alterations in found for altered in alterations} == {EDITED}
+    assert {altered.chunk_id for alterations in found for altered in alterations} == {chunk_id(chunk)}
+    assert sum(map(bool, found)) >= 10, "all but those whose anchor was edited"
+    assert find(f"{chunk} and {other}") == []
+    assert find(" ".join(words[:25])) == [], "a part is no edited whole"

@@ -13,7 +13,9 @@ from fastapi.testclient import TestClient
 
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.backend.server.app import create_app
+from lazyrag.backend.server.auth import Keys
 from lazyrag.client import LazyRAG
+from lazyrag.explain import ESCAPED, EVICTED, FIRST_USE, FIXES, NOT_REGISTERED, OTHER_MODEL, OTHER_NAMESPACE
 from lazyrag.types import COMPUTED, HBM
 
 CHATML = (
@@ -133,3 +135,59 @@ def test_a_question_to_nothing_is_refused_with_the_reason(client: TestClient) ->
         refused = client.post(path, json=body)
         assert refused.status_code == 400
         assert "no store" in refused.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- why not
+
+
+@pytest.fixture
+def tenants(model_folder: Callable[..., Path], saving_engine: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
+    """Start a server on the same store; `engine` is what it runs on, with this fingerprint."""
+    folder = model_folder("byte-level", chat_template=CHATML)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    keys = Keys({"sk-a": "a", "sk-b": "b", "sk-operator": "operator"}, operators=["operator"])
+    engines = []
+
+    def make(fingerprint: str) -> TestClient:
+        engines.append(saving_engine(folder, tmp_path / "store" / "kv", fingerprint))
+        rag = LazyRAG(model=str(folder), engine=engines[-1], store=tmp_path / "store", embedder="hash")
+        return TestClient(create_app(rag, keys=keys), base_url="http://127.0.0.1")
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def why(client: TestClient, key: str, text: str, *, run: bool = False) -> list[tuple[str, str | None]]:
+    """Kind and reason of what a prompt shows of a text."""
+    prompt = {"text": f"Context:\n\n{text}\n\nAnswer:"}
+    header = {"Authorization": f"Bearer sk-{key}"}
+    pieces = client.post("/v1/segment", json={"prompt": prompt, "run": run}, headers=header).json()["pieces"]
+    return [(piece["kind"], piece["reason"]) for piece in pieces if len(piece["text"]) > 20]
+
+
+def test_each_reason_for_computing_a_text_is_told(tenants: Any, tmp_path: Path) -> None:
+    first = tenants("1" * 64)
+    a = {"Authorization": "Bearer sk-a"}
+    said = 'The keeper said: "Nobody answers."\nAnd so it was, for "seven" years,\nuntil the "winter" ended. ' * 2
+    first.post("/v1/documents", json={"documents": [LETTER, said]}, headers=a)
+    assert why(first, "a", LETTER, run=True) == [("chunk", None)]
+    assert why(first, "a", BRIDGE) == [("literal", NOT_REGISTERED)]
+    assert why(first, "a", json.dumps(said)) == [("literal", FIXES[ESCAPED])]
+    first.post("/v1/documents", json={"documents": [BRIDGE], "warm": False}, headers=a)
+    assert why(first, "a", BRIDGE, run=True) == [("chunk", FIRST_USE)]
+
+    second = tenants("2" * 64)
+    assert why(second, "a", LETTER, run=True) == [("chunk", OTHER_MODEL)]
+    second.post("/v1/documents", json={"documents": ["Another one. " * 9]}, headers=a)  # notes what is warm
+    for file in tmp_path.glob("store/kv/2222*/**/*.safetensors"):
+        file.unlink()
+    third = tenants("2" * 64)
+    assert why(third, "a", LETTER, run=True) == [("chunk", EVICTED)]
+
+
+def test_that_a_text_is_another_tenants_is_told_to_operators_only(tenants: Any) -> None:
+    client = tenants("1" * 64)
+    client.post("/v1/documents", json={"documents": [LETTER]}, headers={"Authorization": "Bearer sk-a"})
+    assert why(client, "operator", LETTER) == [("literal", OTHER_NAMESPACE)]
+    assert why(client, "b", LETTER) == [("literal", NOT_REGISTERED)]

@@ -73,6 +73,19 @@ class Connection(BaseModel):
                 self._client = RemoteRAG.shared(self.base_url, key)
         return self._client
 
+    def register(self, name: str, text: str) -> ChunkId:
+        """Make a text known that many prompts hold (a system prompt, examples), so that its KV is computed once.
+
+        Args:
+            name: of yours; a text takes the place of the one that had the name before.
+            text: as prompts show it.
+
+        Raises:
+            ConfigError: the client is a server's.
+        """
+        (id,) = self.embedded.register({name: text})
+        return id
+
     @property
     def embedded(self) -> LazyRAG:
         """The client, which must not be a server's: for what is done in this process only.

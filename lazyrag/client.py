@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from lazyrag.anchors import MIN_CHARS
 from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
-from lazyrag.chat import CONTENT, MIXED, Message, TextPiece, render
+from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
 from lazyrag.plan import Planner
+from lazyrag.recurring import AutoRegister
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import Answer, Chunk, ChunkId, Citation, Document, Hit, Piece, PromptPlan, Reuse
 
@@ -86,6 +87,9 @@ class LazyRAG:
         self._searcher: Searcher | None = None
         self._records: Records | None = None
         self._watch = Watch()
+        self._names: dict[str, ChunkId] = {}
+        config = self._config
+        self._auto = AutoRegister(config.auto_register, config.auto_register_bytes) if config.auto_register else None
         self._lock = threading.RLock()
         # Starting an engine and loading an embedder take long, and nobody else shall wait for them.
         self._engine_lock = threading.Lock()
@@ -191,14 +195,36 @@ class LazyRAG:
     def _mode(self) -> str:
         return self._engine.info.mode if self._engine is not None else self.config.mode
 
-    def register(self, texts: Iterable[str]) -> list[ChunkId]:
+    def register(self, texts: Iterable[str] | Mapping[str, str]) -> list[ChunkId]:
         """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
 
         Nothing is computed yet: the first prompt that holds a chunk computes its KV, or `warm` does.
+
+        Args:
+            texts: a list; or texts by names of yours, such as {"system": ...}: a text takes the place of the one that
+                had its name before, which is forgotten.
         """
-        texts = _texts(texts, "texts")
+        names = list(texts) if isinstance(texts, Mapping) else []
+        given = _texts(texts.values() if isinstance(texts, Mapping) else texts, "texts")
         with self._lock:
-            return self.library.register(texts)
+            ids = self.library.register(given)
+            if self._auto is not None:
+                self._auto.disown(ids)
+            before = {self._names[name] for name in names if name in self._names}
+            self._names.update(zip(names, ids, strict=False))
+            self._forget(before - set(self._names.values()))
+        return ids
+
+    def _forget(self, ids: Iterable[ChunkId]) -> None:
+        """Forget registered texts, and remove the KV on disk of those that no document holds."""
+        with self._lock:
+            gone = self.library.forget(ids)
+            store = self._store
+        if gone and store is not None:
+            from lazyrag import care
+
+            store.doom(gone, self.config.namespace)
+            care.remove_doomed_kv(store)
 
     def plan(
         self,
@@ -226,6 +252,8 @@ class LazyRAG:
         hints = _texts(hints, "hints")
         self.library.refresh()
         plan = self._plan(prompt, hints, tools, special)
+        if self._auto is not None and self._mode != "exact":
+            self._register_what_recurs(self._auto, prompt, plan)
         if len(self.library) and len(plan.text) >= MIN_CHARS:
             for fix in self._watch.look(plan, self.library.segmenter):
                 logger.warning("A prompt holds known chunks in changed form, which reuse no KV, or less. %s", fix)
@@ -247,6 +275,16 @@ class LazyRAG:
             f"A {type(prompt).__name__} is no prompt.",
             fix="A prompt is a string, or a list of lazyrag.Message whose contents are strings.",
         )
+
+    def _register_what_recurs(self, auto: AutoRegister, prompt: Prompt, plan: PromptPlan) -> None:
+        parts: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, Sequence) else []
+        texts = [
+            part if isinstance(part, str) else part.content if isinstance(part, Message) else part.text
+            for part in parts
+            if not (isinstance(part, TextPiece) and part.kind == TEMPLATE)
+        ]
+        per_token = self._engine.info.kv_bytes_per_token if self._engine is not None else 0
+        self._forget(auto.look(texts, plan.chunk_ids, self.library, self.tokenizer, per_token))
 
     def _planner_for_engine(self) -> Planner:
         configured = self.config.block_size or DEFAULT_BLOCK_SIZE

@@ -91,6 +91,12 @@ class Config:
     quota_documents: int | None = _setting(None, "Documents that a namespace may hold; unset: no limit.")
     quota_chunks: int | None = _setting(None, "Chunks that a namespace may hold; unset: no limit.")
     quota_kv_bytes: Bytes | None = _setting(None, "Disk space for a namespace's KV; unset: no limit.")
+    auto_register: int = _setting(
+        0, "Sightings after which a text that recurs in prompts becomes a chunk by itself, 2 or more; 0: never."
+    )
+    auto_register_bytes: Bytes = _setting(
+        1 << 30, "KV of such chunks together; the longest unused are forgotten first."
+    )
     engine_args: Mapping[str, Any] = field(
         default_factory=dict,
         hash=False,
@@ -195,6 +201,8 @@ class Config:
                 raise self._cannot_be(name, f"it must be 1 or more, and {most} at most.")
         if not 0 <= self.chunk_overlap < self.chunk_size:
             raise self._cannot_be("chunk_overlap", f"it must be 0 or more and below chunk_size ({self.chunk_size}).")
+        if self.auto_register != 0 and not 2 <= self.auto_register <= 1 << 24:
+            raise self._cannot_be("auto_register", "it must be 0, or 2 or more: what recurs is seen twice.")
         if not 0 <= self.temperature < inf:
             raise self._cannot_be("temperature", "it must be 0 or more.")
 
@@ -215,7 +223,7 @@ class Config:
 
 _AT_MOST = {
     **dict.fromkeys(("max_model_len", "block_size", "min_tokens", "chunk_size", "max_tokens"), 1 << 24),
-    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes", "quota_kv_bytes"), 1 << 60),
+    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes", "quota_kv_bytes", "auto_register_bytes"), 1 << 60),
     **dict.fromkeys(("quota_documents", "quota_chunks"), 1 << 40),
 }
 """Numbers of 1 or more, and what nobody can mean any more: beyond it, other libraries' integers overflow."""

@@ -69,6 +69,18 @@ class Library:
             self._add((id, text) for id, text in given if id not in self._indexed)
         return [id for id, _ in given]
 
+    def forget(self, ids: Iterable[ChunkId]) -> dict[ChunkId, tuple[int, ...]]:
+        """Forget texts that were registered by hand; those that the store does not hold either, with their tokens."""
+        with self._lock:
+            texts = {id: self._registered.pop(id) for id in ids if id in self._registered}
+            stored = self._store.get_texts(texts, self._namespace) if self._store else {}
+            gone = {id: text for id, text in texts.items() if id not in stored}
+            self._index.remove(gone)
+            self._indexed -= gone.keys()
+            for id in gone:
+                self._unindexed.pop(id, None)
+        return {id: tuple(self._tokenizer.encode_plain(text)) for id, text in gone.items()}
+
     def refresh(self) -> None:
         """Take over what the store has gained and lost since the last call. Cheap if nothing changed."""
         if self._store is None:

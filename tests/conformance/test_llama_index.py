@@ -327,6 +327,18 @@ def test_a_model_without_a_chat_template_completes_the_prompt_as_it_is(connect: 
     assert {client.tokenizer.decode(request.token_ids) for request in engine.requests} == {"Once upon a time"}
 
 
+def test_a_fixed_text_is_registered_by_name(connect: Connect, passages: list[str]) -> None:
+    client, engine = connect()
+    llm = LazyRAGLLM(lazyrag=client)
+    for text in passages[:2]:
+        id = llm.register("system", text)
+        llm.chat([ChatMessage(role="system", content=text), ChatMessage(role="user", content="Why?")])
+        assert whole_segments(client, engine.requests[-1]) == [id]
+    assert client.library.registered == [passages[1]]
+    with pytest.raises(errors.ConfigError, match="/v1/documents"):
+        LazyRAGLLM(base_url="http://127.0.0.1:1").register("system", "text")
+
+
 def test_a_response_says_what_was_reused(connect: Connect, passages: list[str]) -> None:
     client, _ = connect()
     (id,) = client.register(passages[:1])

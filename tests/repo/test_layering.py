@@ -67,6 +67,7 @@ RANKS = (
         "lazyrag.ingest",
         "lazyrag.library",
         "lazyrag.records",
+        "lazyrag.recurring",
         "lazyrag.transfer",
     },
     # 4: the one facade

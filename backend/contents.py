@@ -32,7 +32,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
         raise ValueError("a token id is no whole number, or too large") from None
 
 
-def unpack(data: bytes) -> list[int]:
+def unpack(data: bytes) -> array[int]:
     """What `pack` was given.
 
     Raises:
@@ -42,7 +42,7 @@ def unpack(data: bytes) -> list[int]:
     tokens.frombytes(data)
     if tokens and min(tokens) < 0:
         raise ValueError("a token id is negative")
-    return tokens.tolist()
+    return tokens
 
 
 def check_tokens(token_ids: Sequence[int], vocabulary: int) -> None:
@@ -72,7 +72,8 @@ class Contents:
         self._vocabulary = vocabulary
         self._most_tokens = most_tokens
         self._num_tokens = 0
-        self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._known: OrderedDict[str, array[int] | list[int]] = OrderedDict()
+        """Packed until they are used again: most chunks that are ingested are not, for a while."""
         self._numbers: dict[int, int] = {}
         """One object for each token id: eight bytes a token, and prompts are put together without making numbers."""
 
@@ -87,7 +88,8 @@ class Contents:
         if tokens is None:
             given = unpack(data)
             check_tokens(given, self._vocabulary)
-            tokens = self._known[name] = [self._numbers.setdefault(token, token) for token in given]
+            self._known[name] = given
+            tokens = given.tolist()
             self._num_tokens += len(tokens)
         while self._num_tokens > self._most_tokens and len(self._known) > 1:
             _, dropped = self._known.popitem(last=False)
@@ -97,8 +99,11 @@ class Contents:
     def get(self, name: str) -> list[int] | None:
         """The tokens of a name, None if it is not known. Not to be changed."""
         tokens = self._known.get(name)
-        if tokens is not None:
-            self._known.move_to_end(name)
+        if tokens is None:
+            return None
+        self._known.move_to_end(name)
+        if isinstance(tokens, array):
+            tokens = self._known[name] = [self._numbers.setdefault(token, token) for token in tokens]
         return tokens
 
 

@@ -48,10 +48,12 @@ class Chain:
         if self.found is not None and list(map(_MARK, self.found)) == self.marks:
             return self.found
         self.found = None
-        found = self._search(pool)
-        blocks = [block for block in found if block is not None]
-        if len(blocks) == len(found):
-            self.found = blocks
+        # The end of a chunk is evicted first, and of one that is new nothing is there.
+        if pool.cached_block_hash_to_block.get_one_block(self.marks[-1]) is not None:
+            found = self._search(pool)
+            blocks = [block for block in found if block is not None]
+            if len(blocks) == len(found):
+                self.found = blocks
         return self.found
 
     def look_up(self, pool: BlockPool) -> Sequence[KVCacheBlock | None]:
@@ -60,8 +62,7 @@ class Chain:
         return blocks if blocks is not None else self._search(pool)
 
     def _search(self, pool: BlockPool) -> list[KVCacheBlock | None]:
-        blocks = (pool.get_cached_block(block_hash, [0]) for block_hash in self.hashes)
-        return [block[0] if block else None for block in blocks]
+        return list(map(pool.cached_block_hash_to_block.get_one_block, self.marks))
 
 
 class Chains:

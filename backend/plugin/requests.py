@@ -178,7 +178,9 @@ class RequestMaker:
         segment, token_ids = layout.segments[index], stock._all_token_ids
         tokens = layout.chunk_tokens(segment, token_ids)
         num_tokens = segment.offset + segment.num_tokens
-        hashes = chunk_hashes(layout, segment, token_ids, stock.block_hashes, self._keys(stock), self._hash_block)
+        hashes = parent.chains[index].hashes
+        if segment.offset:  # a chain has the segment's own blocks only
+            hashes = chunk_hashes(layout, segment, token_ids, stock.block_hashes, self._keys(stock), self._hash_block)
         num_prefix, num_prefix_blocks = 0, 0
         if segment.behind_prefix:
             num_prefix, num_prefix_blocks = layout.segments[0].num_tokens, layout.segments[0].num_blocks

@@ -11,7 +11,7 @@ tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
 @given(tokens)
 def test_tokens_survive_the_way(token_ids):
-    assert unpack(pack(token_ids)) == token_ids
+    assert unpack(pack(token_ids)).tolist() == token_ids
 
 
 @pytest.mark.parametrize("data", [b"123", pack([3]) + b"\0", (-1).to_bytes(4, "little", signed=True)])

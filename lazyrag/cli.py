@@ -19,7 +19,7 @@ from enum import Enum
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Protocol, TypeAlias
 
 import typer
 
@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from lazyrag.config import Config
     from lazyrag.explain import Row
     from lazyrag.ingest import IngestPlan, Summary
-    from lazyrag.ingest import Progress as Step
     from lazyrag.loaders import Failure
     from lazyrag.retrievers.store import Store, StoredDocument
     from lazyrag.transfer import Moved
     from lazyrag.types import Chunk, Hit, PromptPlan
 
 P = ParamSpec("P")
-Show: TypeAlias = "Callable[[Step], None]"
+Show: TypeAlias = "Callable[[Countable], None]"
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 PLAIN_EVERY_S = 10
@@ -66,6 +65,17 @@ class What(str, Enum):
 
     run = "run"
     profile = "profile"
+
+
+class Countable(Protocol):
+    """A step of something long: `done` of `total`, in a stage of it."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
 
 
 app = typer.Typer(
@@ -236,7 +246,7 @@ def _bars() -> Iterator[Show]:
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as bars:
 
-        def show(step: Step) -> None:
+        def show(step: Countable) -> None:
             if step.stage not in tasks:
                 tasks[step.stage] = bars.add_task(step.stage)
             bars.update(tasks[step.stage], completed=step.done, total=step.total)
@@ -247,7 +257,7 @@ def _bars() -> Iterator[Show]:
 def _lines() -> Show:
     last = time.monotonic()
 
-    def show(step: Step) -> None:
+    def show(step: Countable) -> None:
         nonlocal last
         if time.monotonic() - last >= PLAIN_EVERY_S:
             last = time.monotonic()
@@ -505,6 +515,107 @@ def serve(
             )
         finally:
             engine.close()
+
+
+# ---------------------------------------------------------------- tuning
+
+
+@app.command()
+@guarded
+def tune(
+    data: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DATA.jsonl...]", help="Questions, answers and passages, one a line."),
+    ] = None,
+    model: ModelOption = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the tuned model.")] = Path("tuned"),
+    modes: Annotated[
+        str, typer.Option("--modes", metavar="NAMES", help="What to tune for, with commas: lazy, sink+first_k=16, ...")
+    ] = "lazy",
+    synthetic: Annotated[
+        Path | None, typer.Option("--synthetic", metavar="STORE|FILE", help="Make questions about these passages, too.")
+    ] = None,
+    cloze: Annotated[
+        int | None, typer.Option("--cloze", min=0, help="Questions to make. [1000 with --synthetic, else 0]")
+    ] = None,
+    lora: Annotated[int, typer.Option("--lora", min=1, metavar="RANK", help="Rank of the update of each layer.")] = 32,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead.")] = False,
+    distill: Annotated[
+        bool, typer.Option("--distill/--no-distill", help="Stay near to what the model says with full attention.")
+    ] = True,
+    docs: Annotated[int, typer.Option("--docs", min=1, help="Documents of a prompt.")] = 10,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates of the weights. [3 epochs]")] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", help="Times that each question is seen.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Questions of a step.")] = 32,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate. [5e-4; 2e-5 with --full]")] = None,
+    exact_share: Annotated[
+        float, typer.Option("--exact-share", min=0, max=1, help="Share of the questions seen with full attention.")
+    ] = 0.25,
+    held_out: Annotated[
+        float, typer.Option("--held-out", min=0, max=0.9, help="Share of the questions to measure with, by document.")
+    ] = 0.1,
+    measure: Annotated[int, typer.Option("--measure", min=0, help="Held-out questions to ask, at most.")] = 100,
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is drawn.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the same command was interrupted.")] = False,
+    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps between checkpoints.")] = 50,
+    pass_tokens: Annotated[
+        int, typer.Option("--pass-tokens", min=1, help="Tokens of a forward pass: memory against speed.")
+    ] = 8192,
+    device: Annotated[str | None, typer.Option("--device", help="Of torch. [cuda if there is one, else cpu]")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    namespace: NamespaceOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune a model for documents that do not see each other, and measure it on documents held out."""
+    from lazyrag.client import LazyRAG
+    from lazyrag.questions import read
+    from lazyrag.tune import run
+    from lazyrag.tune.train import Recipe
+
+    if steps is not None and epochs is not None:
+        raise ConfigError("Both steps and epochs are given.", fix="Give one of them.")
+    config = load(file, model=model, namespace=namespace)
+    asked = [question for path in data or () for question in read(path)]
+    made = run.passages(synthetic, config.namespace) if synthetic is not None else []
+    count = cloze if cloze is not None else 1000 if made else 0
+    if not asked and not (made and count):
+        raise InputError("There is nothing to train on.", fix="Name a file of questions, or passages: --synthetic.")
+    recipe = Recipe(
+        modes=tuple(name.strip() for name in modes.split(",")),
+        exact_share=exact_share,
+        docs=docs,
+        batch=batch,
+        lr=lr if lr is not None else 2e-5 if full else 5e-4,
+        lora=None if full else lora,
+        distill=float(distill),
+        seed=seed,
+        steps=steps or 1,
+    )
+    options = run.Options(
+        model=LazyRAG(config).model,
+        out=out,
+        recipe=recipe,
+        epochs=None if steps is not None else epochs if epochs is not None else 3,
+        asked=asked,
+        synthetic=made,
+        cloze=count,
+        held_out=held_out,
+        evaluated=measure,
+        resume=resume,
+        save_every=save_every,
+        pass_tokens=pass_tokens,
+        device=device,
+    )
+    result = None
+    with progress(quiet) as show_step:
+        for event in run.tune(options, say if not quiet else lambda line: None):
+            if isinstance(event, run.Result):
+                result = event
+            else:
+                show_step(event)
+    assert result is not None
+    reply(result.values(), as_json, lambda: [*run.table(result), f"The tuned model is in {result.out}."])
 
 
 # ---------------------------------------------------------------- what there is

@@ -1,8 +1,7 @@
 """Questions with passages and known answers: read from JSONL, given distractors, made from documents, put into prompts.
 
 A line of a file is `{"id", "question", "answers": [text], "docs": [{"title", "text"}]}`; other keys are passed over.
-What measures a model and what trains it send the same prompt, `prompt`: that of `LazyRAG.query`, with a system message
-that asks for a short answer.
+What measures a model and what trains it send the same prompt, `prompt`: that of `LazyRAG.query`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import Any
 from lazyrag.chat import CONTENT, MIXED, Message, TextPiece
 from lazyrag.errors import InputError
 from lazyrag.types import ChunkId, chunk_id
-
-SYSTEM = "Answer the question from the passages, in a few words."
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"“(]?[A-Z0-9])")
 _WORD = re.compile(r"[^\W_]+(?:['’.,-][^\W_]+)*")
@@ -109,18 +106,24 @@ def with_distractors(question: Question, pool: Sequence[Passage], count: int, ra
     return replace(question, passages=tuple(passages))
 
 
-def prompt(question: Question, *, has_template: bool) -> list[Message] | list[TextPiece]:
+def prompt(question: Question, system: str, *, has_template: bool) -> list[Message] | list[TextPiece]:
     """What is sent for a question: numbered passages with their titles, then the question.
 
     Args:
         question: with its passages in order; without any, the model has to know the answer.
+        system: the system message.
         has_template: whether the model has a chat template.
     """
     numbered = (f"[{i}] {passage.title}\n{passage.text}\n\n" for i, passage in enumerate(question.passages, 1))
     content = f"{''.join(numbered)}Question: {question.question}"
     if has_template:
-        return [Message("system", SYSTEM), Message("user", content)]
-    return [TextPiece(f"{SYSTEM}\n\n", MIXED), TextPiece(f"{content}\nAnswer:", CONTENT)]
+        return [Message("system", system), Message("user", content)]
+    return [TextPiece(f"{system}\n\n", MIXED), TextPiece(f"{content}\nAnswer:", CONTENT)]
+
+
+def canonical_answer(question: Question, *, has_template: bool) -> str:
+    """The text that is to follow the prompt: the first of the right answers."""
+    return question.answers[0].strip() if has_template else f" {question.answers[0].strip()}"
 
 
 def cloze(passages: Iterable[Passage], count: int, seed: int = 0) -> list[Question]:

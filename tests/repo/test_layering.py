@@ -81,6 +81,8 @@ RANKS = (
         "lazyrag.bench.*",
         "lazyrag.quality",
         "lazyrag.quality.*",
+        "lazyrag.tune",
+        "lazyrag.tune.*",
     },
 )
 """A name with `.*` stands for everything below it that has no entry of its own."""
@@ -100,6 +102,7 @@ ONLY_IMPORTED_BY = {
         "lazyrag.retrievers.embed",
         # The gate's model and reference are small Hugging Face models; the child names torch's version.
         "lazyrag.bench",
+        "lazyrag.tune",
     ),
     "triton": ("lazyrag.kernels",),
     "faiss": ("lazyrag.retrievers.vectors",),

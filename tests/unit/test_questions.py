@@ -52,11 +52,11 @@ def test_distractors_fill_up_to_the_count_without_repeating_a_passage() -> None:
 
 def test_the_prompt_holds_passages_word_for_word() -> None:
     question = Question("1", "Who?", ("Ada",), tuple(POOL[:2]))
-    system, user = prompt(question, has_template=True)
+    system, user = prompt(question, "Be brief.", has_template=True)
     assert isinstance(system, Message)
     assert isinstance(user, Message)
     assert user.content == "[1] T0\nText number 0.\n\n[2] T1\nText number 1.\n\nQuestion: Who?"
-    assert prompt(question, has_template=False)[1].text == f"{user.content}\nAnswer:"  # type: ignore[union-attr]
+    assert prompt(question, "Be brief.", has_template=False)[1].text == f"{user.content}\nAnswer:"  # type: ignore[union-attr]
 
 
 def test_a_cloze_question_leaves_out_the_rarest_name_with_the_names_around_it() -> None:

@@ -17,10 +17,13 @@ from lazyrag.tune.layout import LITERAL, Row
 PAD = -2
 """Owner of the tokens that fill a batch up."""
 
+ALIGNMENT = 8
+"""Of a row's length: the attention kernels that take a mask copy it, in every layer, if it is not so aligned."""
+
 
 def tensors(rows: Sequence[Row], device: torch.device) -> dict[str, torch.Tensor]:
     """Arguments of the model for a batch: input_ids and position_ids [B, L], attention_mask [B, 1, L, L] of bool."""
-    width = max(map(len, rows))
+    width = -(-max(map(len, rows)) // ALIGNMENT) * ALIGNMENT
     pads = [width - len(row) for row in rows]
 
     def padded(lists: Iterable[Sequence[int]], fill: int) -> torch.Tensor:

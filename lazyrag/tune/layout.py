@@ -31,9 +31,6 @@ from lazyrag.errors import ConfigError
 
 LITERAL = -1
 KINDS = ("exact", "lazy", "sink", "prefix")
-NUM_SINKS = 4
-"""Tokens of the prompt's beginning that chunks are computed behind in mode `sink`."""
-
 Part: TypeAlias = tuple[Sequence[int], bool]
 """Tokens, and whether they are a chunk whose KV is reused."""
 
@@ -83,17 +80,18 @@ class Row:
         return len(self.token_ids)
 
 
-def lay_out(parts: Sequence[Part], mode: Mode, *, prefix_len: int = 0) -> Row:
+def lay_out(parts: Sequence[Part], mode: Mode, *, prefix_len: int = 0, sink: Sequence[int] = ()) -> Row:
     """The row of a prompt.
 
     Args:
         parts: the prompt's literals and chunks in order. The last one is literal.
         mode: what is reused; in mode exact, chunks are literals.
         prefix_len: tokens of the preamble, for mode prefix.
+        sink: tokens that chunks are computed behind, for mode sink.
     """
     row = Row([], [], [], [])
     begin = [token for tokens, _ in parts for token in tokens]
-    behind = {"sink": begin[:NUM_SINKS], "prefix": begin[:prefix_len]}.get(mode.kind, [])
+    behind = {"sink": sink, "prefix": begin[:prefix_len]}.get(mode.kind, ())
     start = 0
     for number, (tokens, is_chunk) in enumerate(parts):
         if not is_chunk or mode.kind == "exact":

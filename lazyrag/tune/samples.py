@@ -26,12 +26,14 @@ class Sample:
     Attributes:
         parts: literals and chunks of the prompt, in order; the last part is literal.
         prefix_len: tokens of the preamble.
+        sink: tokens that chunks are computed behind in mode sink.
         answer: tokens of the answer.
         end: the token that ends an answer; empty if the model has none.
     """
 
     parts: tuple[Part, ...]
     prefix_len: int
+    sink: tuple[int, ...]
     answer: tuple[int, ...]
     end: tuple[int, ...]
 
@@ -42,12 +44,13 @@ class Sample:
 
     def prompt(self, mode: Mode) -> Row:
         """The row of the prompt alone."""
-        return lay_out(self.parts, mode, prefix_len=self.prefix_len)
+        return lay_out(self.parts, mode, prefix_len=self.prefix_len, sink=self.sink)
 
     def row(self, mode: Mode) -> Row:
         """The row of prompt, answer and end."""
         *parts, (last, _) = self.parts
-        return lay_out([*parts, ([*last, *self.answer, *self.end], False)], mode, prefix_len=self.prefix_len)
+        parts.append(([*last, *self.answer, *self.end], False))
+        return lay_out(parts, mode, prefix_len=self.prefix_len, sink=self.sink)
 
 
 class Sampler:
@@ -63,6 +66,9 @@ class Sampler:
         self._rag = LazyRAG(Config(model=str(model), mode="lazy-prefix", preamble=SYSTEM, block_size=BLOCK_SIZE))
         self._rag.register(passage.text for passage in passages)
         self.tokenizer = self._rag.tokenizer
+        first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        line_break = self.tokenizer.encode_plain("\n")[-1:]
+        self._sink = (*([] if first is None else [first]), *line_break * 4)[:4]
 
     def sample(self, question: Question) -> Sample:
         """The tokens of a question with its passages, and of its first answer."""
@@ -79,6 +85,7 @@ class Sampler:
         return Sample(
             tuple(part for part in parts if part[0]),
             plan.prefix_len,
+            self._sink,
             tuple(self.tokenizer.encode_plain(answer)),
             () if end is None else (end,),
         )

@@ -93,10 +93,10 @@ def test_the_layouts_of_the_module_docstring() -> None:
     assert lazy.positions == list(range(12))
     assert lazy.owners == [-1] * 7 + [1] * 4 + [-1]
     assert not any(lazy.hidden)
-    sink = lay_out(parts, Mode("sink"))
-    assert sink.token_ids[7:-1] == [100, 101, 102, 103, 0, 1, 2, 3]
-    assert sink.positions[7:] == [3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert sink.hidden[7:] == [True] * 4 + [False] * 5
+    sink = lay_out(parts, Mode("sink"), sink=[50, 51])
+    assert sink.token_ids[7:-1] == [50, 51, 0, 1, 2, 3]
+    assert sink.positions[7:] == [5, 6, 7, 8, 9, 10, 11]
+    assert sink.hidden[7:] == [True] * 2 + [False] * 5
     first = lay_out(parts, Mode("lazy", 2))
     assert first.token_ids[7:-1] == [0, 1, 0, 1, 2, 3]
     assert first.positions[7:] == [7, 8, 7, 8, 9, 10, 11]

@@ -569,14 +569,14 @@ def tune(
 ) -> None:
     """Fine-tune a model for documents that do not see each other, and measure it on documents held out."""
     from lazyrag.client import LazyRAG
-    from lazyrag.questions import read
+    from lazyrag.quality.data import load as load_questions
     from lazyrag.tune import run
     from lazyrag.tune.train import Recipe
 
     if steps is not None and epochs is not None:
         raise ConfigError("Both steps and epochs are given.", fix="Give one of them.")
     config = load(file, model=model, namespace=namespace)
-    asked = [question for path in data or () for question in read(path)]
+    asked = [question for path in data or () for question in load_questions(path).questions]
     made = run.passages(synthetic, config.namespace) if synthetic is not None else []
     count = cloze if cloze is not None else 1000 if made else 0
     if not asked and not (made and count):

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
-from lazyrag import questions
-from lazyrag.questions import Question
+from lazyrag.quality.data import Question
+from lazyrag.quality.scores import Estimate, estimate, exact_match, f1, mean
 from lazyrag.tune.forward import batches, logits, tensors
 from lazyrag.tune.layout import Mode
 from lazyrag.tune.samples import Sample, Sampler
 
 NONE, EXACT = "none", "exact"
 MAX_TOKENS = 32
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,6 @@ class Reply:
     text: str
     f1: float
     exact_match: float
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A value with its 95 % bootstrap interval over questions."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +87,10 @@ def ask_all(
         likely = logprobs(model, samples, mode, pass_tokens)
         texts = answers(model, sampler, samples, mode, pass_tokens)
         replies[name] = [
-            Reply(p, text, questions.f1(text, q.answers), float(questions.exact_match(text, q.answers)))
+            Reply(p, text, f1(text, q.answers), exact_match(text, q.answers))
             for p, text, q in zip(likely, texts, asked, strict=True)
         ]
-        tell(f"{name}: {np.mean(likely):.3f} nats a token of the right answers")
+        tell(f"{name}: {fmean(likely):.3f} nats a token of the right answers")
     model.train(was_training)
     return replies
 
@@ -166,27 +156,20 @@ def scores(replies: dict[str, list[Reply]]) -> list[Score]:
     return [
         Score(
             mode=name,
-            logprob=estimate(lambda x: x.mean(-1), _logprobs(mine)),
+            logprob=estimate(mean, _logprobs(mine)),
             kept=kept(_logprobs(mine), exact, none),
-            f1=estimate(lambda x: x.mean(-1), np.array([reply.f1 for reply in mine])),
-            exact_match=estimate(lambda x: x.mean(-1), np.array([reply.exact_match for reply in mine])),
-            same=float(np.mean([a.text == b.text for a, b in zip(mine, replies[EXACT], strict=True)])),
+            f1=estimate(mean, [reply.f1 for reply in mine]),
+            exact_match=estimate(mean, [reply.exact_match for reply in mine]),
+            same=fmean(a.text == b.text for a, b in zip(mine, replies[EXACT], strict=True)),
         )
         for name, mine in replies.items()
     ]
 
 
-def kept(mine: Any, exact: Any, none: Any) -> Estimate:
+def kept(mine: Sequence[float], exact: Sequence[float], none: Sequence[float]) -> Estimate:
     """The share of the documents' benefit, `exact` less `none`, that is in `mine`; log-probabilities, [questions]."""
     return estimate(lambda m, e, n: (m - n).mean(-1) / (e - n).mean(-1), mine, exact, none)
 
 
-def estimate(statistic: Callable[..., Any], *samples: Any) -> Estimate:
-    """A statistic over the last axis with its percentile bootstrap interval; questions are drawn with all they have."""
-    drawn = np.random.default_rng(0).integers(len(samples[0]), size=(RESAMPLES, len(samples[0])))
-    low, high = np.quantile(statistic(*(sample[drawn] for sample in samples)), (0.025, 0.975))
-    return Estimate(float(statistic(*samples)), float(low), float(high))
-
-
-def _logprobs(replies: Sequence[Reply]) -> Any:
-    return np.array([reply.logprob for reply in replies])
+def _logprobs(replies: Sequence[Reply]) -> list[float]:
+    return [reply.logprob for reply in replies]

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from lazyrag import questions
 from lazyrag._version import __version__
 from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.errors import ConfigError
 from lazyrag.optional import need
-from lazyrag.questions import Passage, Question
+from lazyrag.quality import cloze
+from lazyrag.quality.data import Passage, Question, load
 from lazyrag.tune import record
 from lazyrag.tune.evaluate import Score, ask_all, scores
-from lazyrag.tune.samples import Sampler, passages_of, split
+from lazyrag.tune.samples import Sampler, ids_of, passages_of, split, with_distractors
 from lazyrag.tune.train import Recipe, Step, Trainer, load_model
 
 CHECKPOINT, ADAPTER, CARD = "checkpoint.pt", "adapter", "README.md"
@@ -140,7 +140,7 @@ def passages(source: Path, namespace: str = "") -> list[Passage]:
         InputError: neither can be read.
     """
     if not source.is_dir():
-        return passages_of(questions.read(source))
+        return passages_of(load(source).questions)
     from lazyrag.retrievers.store import Store
 
     with Store.open(source) as store:
@@ -153,15 +153,15 @@ def passages(source: Path, namespace: str = "") -> list[Passage]:
 
 def sides(options: Options) -> tuple[list[Question], list[Question]]:
     """The questions to train on, and those to measure with: with their prompts' passages, all of them held out."""
-    made = questions.cloze([*passages_of(options.asked), *options.synthetic], options.cloze, options.recipe.seed)
+    made = cloze.questions(
+        [*passages_of(options.asked), *options.synthetic], limit=options.cloze, seed=options.recipe.seed
+    )
     parts = split([*options.asked, *made], options.held_out)
     given = set(options.asked)
     natural = [question for question in parts.held_out if question in given] or parts.held_out
     pool = passages_of(parts.held_out)
     held = [
-        questions.with_distractors(
-            question, pool, options.recipe.docs, Random(f"{options.recipe.seed} held out {number}")
-        )
+        with_distractors(question, pool, options.recipe.docs, Random(f"{options.recipe.seed} held out {number}"))
         for number, question in enumerate(natural[: options.evaluated])
     ]
     return parts.training, held
@@ -213,7 +213,7 @@ def _digest(asked: Iterable[Question]) -> str:
     """Changes with what is trained on."""
     digest = sha256()
     for question in asked:
-        digest.update(repr((question.question, question.answers, [p.id for p in question.passages])).encode())
+        digest.update(repr(question).encode())
     return digest.hexdigest()
 
 
@@ -229,8 +229,7 @@ def _describe(options: Options, result: Result, training: Sequence[Question], he
         "before": [asdict(score) for score in result.before],
         "after": [asdict(score) for score in result.after],
     }
-    ids = ([passage.id for passage in passages_of(asked)] for asked in (training, held))
-    record.write(options.out, values, trained_on=next(ids), held_out=next(ids))
+    record.write(options.out, values, trained_on=ids_of(training), held_out=ids_of(held))
     (options.out / CARD).write_text("\n".join(_card(options, result, training, held)) + "\n", encoding="utf-8")
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
 
-from lazyrag import questions
 from lazyrag.client import SYSTEM, LazyRAG
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError
-from lazyrag.questions import Passage, Question
+from lazyrag.quality import ask
+from lazyrag.quality.data import Passage, Question
 from lazyrag.tune.layout import Mode, Part, Row, lay_out
-from lazyrag.types import ChunkId
+from lazyrag.types import ChunkId, chunk_id
 
 BLOCK_SIZE = 16
 
@@ -72,15 +72,15 @@ class Sampler:
 
     def sample(self, question: Question) -> Sample:
         """The tokens of a question with its passages, and of its first answer."""
-        has_template = self.tokenizer.chat_template is not None
-        plan = self._rag.plan(questions.prompt(question, SYSTEM, has_template=has_template))
+        plan = self._rag.plan(ask.prompt(self._rag, question, chat=True))
         parts: list[tuple[list[int], bool]] = [([], False)]
         for piece in plan.pieces:
             if piece.reuse:
                 parts += [(list(piece.token_ids), True), ([], False)]
             else:
                 parts[-1][0].extend(piece.token_ids)
-        answer = questions.canonical_answer(question, has_template=has_template)
+        is_chat = self.tokenizer.chat_template is not None and not question.few_shot
+        answer = question.answers[0] if is_chat else f" {question.answers[0]}"
         end = self.tokenizer.eos_id
         return Sample(
             tuple(part for part in parts if part[0]),
@@ -125,12 +125,12 @@ def split(asked: Sequence[Question], share: float) -> Split:
 
     for question in asked:
         for passage in question.passages:
-            a, b = sorted((root(question.passages[0].id), root(passage.id)))
+            a, b = sorted((root(chunk_id(question.passages[0].text)), root(chunk_id(passage.text))))
             leader[b] = a
     sides: tuple[list[Question], list[Question]] = ([], [])
     for question in asked:
         if question.passages:
-            sides[_fraction(root(question.passages[0].id)) < share].append(question)
+            sides[_fraction(root(chunk_id(question.passages[0].text))) < share].append(question)
     if not sides[0]:
         raise ConfigError("No questions are left to train on.", why="They share documents, or have none.")
     return Split(*sides)
@@ -142,7 +142,30 @@ def _fraction(id: ChunkId) -> float:
 
 def passages_of(asked: Iterable[Question]) -> list[Passage]:
     """The different passages of questions, in order."""
-    return list({passage.id: passage for question in asked for passage in question.passages}.values())
+    return list({passage.text: passage for question in asked for passage in question.passages}.values())
+
+
+def ids_of(asked: Iterable[Question]) -> list[ChunkId]:
+    """What names their passages: the ids that they have as chunks."""
+    return [chunk_id(passage.text) for passage in passages_of(asked)]
+
+
+def with_distractors(question: Question, pool: Sequence[Passage], count: int, random: Random) -> Question:
+    """The question with `count` passages in random order: its own (the first ones if they are more) and others.
+
+    Args:
+        question: whose passages are kept.
+        pool: where the others are drawn from, without replacement.
+        count: of passages; fewer if the pool has no more.
+        random: draws and shuffles.
+    """
+    passages = list(question.passages[:count])
+    held = {passage.text for passage in question.passages}
+    # Some of those drawn may be the question's own.
+    drawn = random.sample(pool, min(len(pool), count + len(held)))
+    passages += [passage for passage in drawn if passage.text not in held][: count - len(passages)]
+    random.shuffle(passages)
+    return replace(question, passages=tuple(passages))
 
 
 # ---------------------------------------------------------------- order
@@ -172,7 +195,7 @@ class Draws:
                 Random(f"{self._seed} epoch {epoch}").shuffle(self._order)
             random = Random(f"{self._seed} sample {index}")
             question = self._asked[self._order[place]]
-            yield questions.with_distractors(question, self._pool, self._docs, random), random
+            yield with_distractors(question, self._pool, self._docs, random), random
 
 
 def check_length(rows: Iterable[Row], limit: int) -> None:

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from lazyrag.errors import ConfigError
 from lazyrag.optional import need
-from lazyrag.questions import Question
+from lazyrag.quality.data import Question
 from lazyrag.tune.forward import batches, logits
 from lazyrag.tune.layout import Mode
 from lazyrag.tune.samples import Draws, Sample, Sampler, check_length

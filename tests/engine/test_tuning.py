@@ -11,7 +11,7 @@ import torch
 from engines import MAX_DEVIATION, Text
 from oracle import Oracle, Prompt, Use
 
-from lazyrag import questions
+from lazyrag.quality.data import Passage, Question
 from lazyrag.tune.forward import logits
 from lazyrag.tune.layout import Mode, lay_out
 from lazyrag.tune.samples import Sampler, passages_of
@@ -81,8 +81,8 @@ def test_a_real_prompt_is_the_oracles() -> None:
         if not needed.exists():
             pytest.skip(f"{needed} is not here")
     row = json.loads(data.read_text(encoding="utf-8").splitlines()[0])
-    passages = tuple(questions.Passage(doc["title"], doc["text"]) for doc in row["docs"][:4])
-    asked = questions.Question("0", row["question"], tuple(row["answers"]), passages)
+    passages = tuple(Passage(doc["title"], doc["text"]) for doc in row["docs"][:4])
+    asked = Question("0", row["question"], tuple(row["answers"]), passages)
     sample = Sampler(folder, passages_of([asked])).sample(asked)
     assert sum(is_chunk for _, is_chunk in sample.parts) == 4
     forced = [*sample.answer, *sample.end]

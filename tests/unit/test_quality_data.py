@@ -38,6 +38,11 @@ def test_questions_come_with_their_passages(tmp_path: Path) -> None:
     assert found.name == "data.jsonl"
 
 
+def test_a_line_separator_in_a_text_ends_no_line(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps(row(1, answers=["a\u2028b"]), ensure_ascii=False))
+    assert load(path).questions[0].answers == ("a\u2028b",)
+
+
 def test_another_content_has_another_digest(tmp_path: Path) -> None:
     first = load(write(tmp_path, row(1))).digest
     assert load(write(tmp_path, row(1))).digest == first

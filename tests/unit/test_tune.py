@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from lazyrag.cli import app
 from lazyrag.errors import ConfigError, InputError
-from lazyrag.questions import Passage, Question, with_distractors
+from lazyrag.quality.data import Passage, Question
 from lazyrag.tune import record, run
 from lazyrag.tune.evaluate import answers, kept, logprobs
 from lazyrag.tune.layout import Mode, lay_out
-from lazyrag.tune.samples import Draws, Sampler, passages_of, split
+from lazyrag.tune.samples import Draws, Sampler, ids_of, passages_of, split, with_distractors
 from lazyrag.tune.train import Recipe, Step, Trainer, load_model
 
 NAMES = ("Ada", "Boole", "Curie", "Darwin", "Euler", "Fermat", "Gauss", "Hopper", "Ising", "Joule", "Kepler", "Mach")
@@ -123,10 +123,20 @@ def test_no_document_is_on_both_sides_and_the_order_does_not_matter() -> None:
     assert len(sides.training) + len(sides.held_out) == len(asked)
     assert sides.training
     assert sides.held_out
-    ids = [{p.id for p in passages_of(side)} for side in (sides.training, sides.held_out)]
-    assert not ids[0] & ids[1]
+    assert not set(ids_of(sides.training)) & set(ids_of(sides.held_out))
     again = split(asked[::-1], 0.4)
     assert {q.id for q in again.training} == {q.id for q in sides.training}
+
+
+def test_distractors_fill_up_to_the_count_without_repeating_a_passage() -> None:
+    pool = passages_of(ASKED)
+    own = replace(ASKED[0], passages=(pool[3], pool[4]))
+    full = with_distractors(own, pool, 8, Random(0))
+    assert len(set(full.passages)) == 8
+    assert set(own.passages) < set(full.passages)
+    assert {with_distractors(own, pool, 8, Random(n)).passages.index(pool[3]) for n in range(200)} == set(range(8))
+    assert with_distractors(own, pool, 1, Random(0)).passages == (pool[3],)
+    assert len(with_distractors(own, pool, 99, Random(0)).passages) == len(pool)
 
 
 def test_each_epoch_brings_each_question_once_and_steps_do_not_depend_on_each_other() -> None:
@@ -236,8 +246,8 @@ def test_the_folder_is_a_model_that_says_what_it_was_trained_on(options: run.Opt
     assert AutoModelForCausalLM.from_pretrained(options.out).dtype == torch.bfloat16
     known = record.trained_on(options.out)
     sides = split(ASKED, 0.3)
-    assert known == {passage.id for passage in passages_of(sides.training)}
-    assert not known & {passage.id for passage in passages_of(sides.held_out)}
+    assert known == set(ids_of(sides.training))
+    assert not known & set(ids_of(sides.held_out))
     assert (
         "12 questions" in (options.out / run.CARD).read_text()
         or str(len(sides.training)) in (options.out / run.CARD).read_text()
@@ -266,7 +276,7 @@ def test_what_a_held_out_question_is_measured_with_is_held_out(options: run.Opti
     training, held = run.sides(replace(options, cloze=16, evaluated=100))
     assert any(question.id.startswith("cloze") for question in training)
     assert not any(question.id.startswith("cloze") for question in held)
-    assert not {p.id for p in passages_of(training)} & {p.id for p in passages_of(held)}
+    assert not set(ids_of(training)) & set(ids_of(held))
 
 
 # ---------------------------------------------------------------- measuring
@@ -292,9 +302,7 @@ def test_likelihoods_and_answers_are_hugging_faces(folder: Path) -> None:
 
 
 def test_the_kept_share_is_that_of_the_means() -> None:
-    import numpy as np
-
-    found = kept(np.array([-1.0, -2.0, -3.0]), np.array([-1.0, -1.0, -1.0]), np.array([-3.0, -4.0, -5.0]))
+    found = kept([-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0], [-3.0, -4.0, -5.0])
     assert found.value == pytest.approx(2 / 3)
     assert found.low <= found.value <= found.high
 

@@ -23,6 +23,7 @@ from llama_index.core.schema import (
     QueryBundle,
     RelatedNodeInfo,
     TextNode,
+    TransformComponent,
 )
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
@@ -422,8 +423,9 @@ async def test_a_pipeline_keeps_the_store_in_step_with_its_documents(
         docstore=SimpleDocumentStore(),
         docstore_strategy=strategy,
     )
-    pipeline.run(documents=[Document(text=passages[n], id_=f"doc{n}") for n in range(3)])
-    await pipeline.arun(documents=[Document(text=passages[n], id_=f"doc{n}") for n in (0, 1)])
+    first = [Document(text=passages[n], id_=f"doc{n}") for n in range(3)]
+    pipeline.run(documents=first)
+    await pipeline.arun(documents=first[:2])
     pipeline.run(documents=[Document(text=passages[5], id_="doc0"), Document(text=passages[1], id_="doc1")])
     texts = {node.get_content() for node in store.get_nodes()}
     if strategy is DocstoreStrategy.UPSERTS:
@@ -432,6 +434,37 @@ async def test_a_pipeline_keeps_the_store_in_step_with_its_documents(
         assert texts == {passages[1], passages[5]}
     else:
         assert texts == {passages[0], passages[1], passages[2], passages[5]}
+    long = Document(text="\n\n".join(passages[6:]), id_="doc1")
+    written = pipeline.run(documents=[long])
+    assert len(written) > 1
+    assert {node.node_id for node in written} <= {node.node_id for node in store.get_nodes()}, "all, not the last one"
+
+
+def test_a_step_that_fails_leaves_the_old_version_known(client: LazyRAG, passages: list[str]) -> None:
+    class Fails(TransformComponent):
+        def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+            raise OSError("no connection")
+
+    step = LazyRAGRegister(lazyrag=client)
+    docstore, theirs = SimpleDocumentStore(), SimpleVectorStore()
+    pipeline = IngestionPipeline(transformations=[step], docstore=docstore, vector_store=theirs)
+    pipeline.run(documents=[Document(text=passages[0], id_="doc")])
+    broken = IngestionPipeline(transformations=[Fails(), step], docstore=docstore, vector_store=theirs)
+    with pytest.raises(OSError, match="no connection"):
+        broken.run(documents=[Document(text=passages[1], id_="doc")])
+    assert client.plan(f"{passages[0]}\n\nWhy?").chunk_ids == (chunk_id(passages[0]),)
+
+
+def test_nodes_that_lost_ids_and_metadata_are_cited_all_the_same(shelved: LazyRAG) -> None:
+    """As after rerankers and compressors that make new ones of the texts."""
+    hits = shelved.search("river bridge keeper", 3)
+    llm = configure(LazyRAGLLM(lazyrag=shelved))
+    engine = RetrieverQueryEngine.from_args(_Fixed([TextNode(text=hit.chunk.text) for hit in hits]))
+    engine.query("Which way?")
+    answer = llm.complete("\n\n".join(hit.chunk.text for hit in hits) + "\n\nWhy?")
+    assert segments(shelved) == [hit.chunk.id for hit in hits]
+    cited = [(c["document_id"], c["page"], c["start"], c["end"]) for c in answer.raw["lazyrag"]["citations"]]
+    assert cited == [(hit.chunk.document_id, hit.chunk.page, hit.chunk.start, hit.chunk.end) for hit in hits]
 
 
 def test_a_cache_that_skips_the_step_loses_nothing(connect: Connect, tmp_path: Path, passages: list[str]) -> None:

@@ -84,6 +84,23 @@ def test_every_variable_that_the_code_reads_is_known(modules: dict[str, Path], r
     assert unknown == set(), "name them in config.OTHER_VARIABLES"
 
 
+# ---------------------------------------------------------------- complaints
+
+
+def test_every_complaint_is_answered_by_tests_that_exist(root: Path) -> None:
+    rows = re.findall(r"(?m)^\| (\d+) \|.*\| ([^|]*) \|$", (root / "docs/complaints.md").read_text(encoding="utf-8"))
+    assert [int(number) for number, _ in rows] == list(range(1, 21))
+    missing = []
+    for number, cell in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", cell)
+        missing += [] if named else [number]
+        for path, test in named:
+            file = root / path
+            if not file.is_file() or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
+                missing.append(f"{path}::{test}")
+    assert missing == []
+
+
 # ---------------------------------------------------------------- code and prose
 
 

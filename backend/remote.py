@@ -10,12 +10,14 @@ import asyncio
 import json
 import ssl
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from urllib.parse import quote
 
 import httpx
 
@@ -25,10 +27,17 @@ from lazyrag.chat import Message, TextPiece
 from lazyrag.config import Config
 from lazyrag.errors import EngineDeadError, EngineError, InputError, LazyRAGError, RequestError
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, Chunk, Citation, Hit, Piece, PromptPlan, Reuse
+from lazyrag.types import Answer, Chunk, Citation, Document, Hit, Piece, PromptPlan, Reuse
+
+if TYPE_CHECKING:
+    from lazyrag.loaders import Source
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[TextPiece]
 Values: TypeAlias = Mapping[str, Any]
+
+PATIENCE_S = 300.0
+"""How long a write waits for a server that is busy, or whose engine is being started."""
+PAGE = 10_000
 
 TIMEOUT = httpx.Timeout(None, connect=10.0)  # an answer may take long; `Sampling.timeout_s` limits it, at the server
 
@@ -219,7 +228,60 @@ class RemoteRAG:
         """As `search`, without blocking the caller's event loop."""
         return await asyncio.to_thread(self.search, query, k)
 
+    def needed(self, digests: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """Of documents, given by id with the SHA-256 of what they are made from, those that are new or changed."""
+        documents = [{"id": id, "sha256": sha256} for id, sha256 in digests.items()]
+        answer = self._write("POST", "/v1/documents/needed", {"documents": documents})
+        return answer["added"], answer["changed"]
+
+    def document_ids(self) -> Iterator[str]:
+        """The ids of all documents, in order."""
+        after = ""
+        while page := self._call("GET", f"/v1/documents?limit={PAGE}&after={quote(after, safe='')}")["data"]:
+            yield from (row["id"] for row in page)
+            after = page[-1]["id"]
+
+    def add_documents(self, documents: Sequence[tuple[Document, Source]], *, warm: bool) -> Mapping[str, Any]:
+        """Add documents or take up what changed in them; counts, and `failed`. A busy server is waited for."""
+        values = [
+            {
+                "id": document.id,
+                "text": document.text,
+                "source": document.source,
+                "title": document.title,
+                "metadata": dict(document.metadata),
+                "pages": document.pages,
+                "sha256": source.sha256,
+                "mtime": source.mtime,
+            }
+            for document, source in documents
+        ]
+        answer: Mapping[str, Any] = self._write("POST", "/v1/documents", {"documents": values, "warm": warm})
+        return answer
+
+    def delete_document(self, id: str) -> Mapping[str, Any]:
+        """Delete a document; counts. One that is gone already is no error."""
+        try:
+            answer: Mapping[str, Any] = self._write("DELETE", f"/v1/documents/{quote(id, safe='')}")
+        except InputError:
+            return {"chunks_removed": 0, "kv_files_removed": 0}
+        return answer
+
     # ------------------------------------------------------------ HTTP
+
+    def _write(self, method: str, path: str, body: Values | None = None) -> Any:
+        """As `_call`; while the server is busy, or its engine is being started, it is asked again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self._translated():
+                response = self._client().request(method, path, json=body)
+                wait_s = response.headers.get("Retry-After", "")
+                if response.is_error and wait_s.isdigit() and time.monotonic() + int(wait_s) < deadline:
+                    time.sleep(int(wait_s))
+                    continue
+                if response.is_error:
+                    raise _error_of(response)
+                return response.json()
 
     def _client(self) -> httpx.Client:
         with self._lock:

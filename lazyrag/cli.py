@@ -13,13 +13,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeAlias
 
 import typer
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lazyrag.backend.engine import Delta
     from lazyrag.config import Config
     from lazyrag.explain import Row
-    from lazyrag.ingest import IngestPlan, Summary
+    from lazyrag.ingest import Difference, Progress, Summary
     from lazyrag.loaders import Failure
     from lazyrag.retrievers.store import Store, StoredDocument
     from lazyrag.transfer import Moved
@@ -168,6 +168,10 @@ def ingest(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first document that fails.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no plan and no progress.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Into a running server. Its key: variable LAZYRAG_API_KEY."),
+    ] = None,
     file: FileOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -176,19 +180,22 @@ def ingest(
     Run again, it takes up what is new or changed, and what failed or was interrupted before.
     """
     from lazyrag.client import LazyRAG
-    from lazyrag.ingest import Summary
 
-    config = load(
-        file,
-        store=store,
-        model=model,
-        mode=mode,
-        preamble=preamble,
-        embedder=embedder,
-        chunk_size=chunk_size,
-        chunk_overlap=chunk_overlap,
-        namespace=namespace,
-    )
+    settings: dict[str, Any] = {
+        "store": store,
+        "model": model,
+        "mode": mode,
+        "preamble": preamble,
+        "embedder": embedder,
+        "chunk_size": chunk_size,
+        "chunk_overlap": chunk_overlap,
+        "namespace": namespace,
+    }
+    if server is not None:
+        if given := [name for name, value in settings.items() if value is not None]:
+            raise ConfigError(f"With --server, {' and '.join(given)} cannot be set:", why="the server decides.")
+        feed_server(server, paths, kv, sync, dry_run, fail_fast, quiet, as_json)
+    config = load(file, **settings)
     rag = LazyRAG(config)
     if dry_run:
         with TemporaryDirectory() as folder:  # for a store that does not exist yet, and shall not
@@ -201,10 +208,36 @@ def ingest(
         say(*plan_lines(plan, sync))
         if kv is KV.now and rag.needs_warming(plan):
             say("Starting the engine ...")
+    run_ingest(plan, rag.ingest(plan=plan, sync=sync, warm=kv is KV.now), fail_fast, quiet, as_json)
+
+
+def feed_server(
+    url: str, paths: list[str], kv: KV, sync: bool, dry_run: bool, fail_fast: bool, quiet: bool, as_json: bool
+) -> NoReturn:
+    from lazyrag.backend.remote import RemoteRAG
+    from lazyrag.feed import compare, feed
+
+    with closing(RemoteRAG(url, os.environ.get("LAZYRAG_API_KEY", ""))) as remote:
+        found = compare(remote, paths)
+        if dry_run:
+            reply(plan_values(found), as_json, lambda: plan_lines(found, sync))
+            list_failures(found.failed)
+            raise typer.Exit(FAILED if found.failed else 0)
+        if not quiet:
+            say(*plan_lines(found, sync))
+        run_ingest(found, feed(remote, found, sync=sync, warm=kv is KV.now), fail_fast, quiet, as_json)
+
+
+def run_ingest(
+    plan: Difference, events: Iterator[Progress | Summary], fail_fast: bool, quiet: bool, as_json: bool
+) -> NoReturn:
+    """Run an ingest to its end, an interruption, or (if it shall be so) its first failure."""
+    from lazyrag.ingest import Summary
+
     failed, stored, summary = list(plan.failed), 0, None
     try:
         with progress(quiet) as show:
-            for event in rag.ingest(plan=plan, sync=sync, warm=kv is KV.now) if not (fail_fast and failed) else ():
+            for event in events if not (fail_fast and failed) else ():
                 if isinstance(event, Summary):
                     summary = event
                     continue
@@ -266,7 +299,7 @@ def _lines() -> Show:
     return show
 
 
-def plan_lines(plan: IngestPlan, sync: bool) -> list[str]:
+def plan_lines(plan: Difference, sync: bool) -> list[str]:
     missing = f"missing {len(plan.missing)}"
     if plan.missing:
         missing += " (to be deleted)" if sync else " (kept; --sync deletes them)"
@@ -281,7 +314,7 @@ def plan_lines(plan: IngestPlan, sync: bool) -> list[str]:
     return lines
 
 
-def plan_values(plan: IngestPlan) -> dict[str, Any]:
+def plan_values(plan: Difference) -> dict[str, Any]:
     return {
         "added": [source.id for source in plan.added],
         "changed": [source.id for source in plan.changed],

@@ -34,6 +34,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OTHER_VARIABLES: Mapping[str, str] = {
     "LAZYRAG_ALLOW_UNTESTED_VLLM": "1: start on a vLLM version that LazyRAG was not tested with.",
+    "LAZYRAG_API_KEY": "Key for the server of `lazyrag ingest --server`.",
     "LAZYRAG_REFUSALS": "File for the reasons of an engine that refuses to start; set by LazyRAG itself.",
     "LAZYRAG_TEST_DATA": "Folder of real passages; read by tests only.",
     "LAZYRAG_TEST_MODEL": "Folder of a small real model; read by tests only.",

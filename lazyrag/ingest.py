@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyrag.care import kv_bytes, remove_doomed_kv
-from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, QuotaError, StoreError
+from lazyrag.errors import (
+    EngineDeadError,
+    InputError,
+    LazyRAGError,
+    LoadError,
+    MissingExtraError,
+    QuotaError,
+    StoreError,
+)
 from lazyrag.loaders import MAX_BYTES, Failure, Scan, Source, scan
 from lazyrag.retrievers.embed import Embedder
 from lazyrag.retrievers.store import NO_QUOTA, Store
@@ -47,9 +55,9 @@ Warm: TypeAlias = Callable[[Iterable[tuple[ChunkId, Sequence[int]]]], Iterator[t
 """Computes (or finds) the KV of chunks given as id and tokens; `lazyrag.backend.engine.warm`, bound to an engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngestPlan:
-    """What a run would do, and what it needs for that. Made by `plan`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How files and documents differ from what is stored.
 
     Attributes:
         added: not in the store yet.
@@ -59,6 +67,27 @@ class IngestPlan:
         failed: what cannot be read.
         skipped: files in the given folders that were passed over.
         interrupted: the run before did not come to its end (or is still running, in another process).
+    """
+
+    added: tuple[Source, ...]
+    changed: tuple[Source, ...]
+    unchanged: tuple[str, ...]
+    missing: tuple[str, ...]
+    failed: tuple[Failure, ...]
+    skipped: tuple[str, ...]
+    interrupted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(source.num_bytes for source in (*self.added, *self.changed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestPlan(Difference):
+    """What a run would do, and what it needs for that. Made by `plan`.
+
+    Attributes:
         quota: what the namespace may hold.
     """
 
@@ -66,19 +95,7 @@ class IngestPlan:
     splitter: Splitter = field(repr=False)
     embedder: Embedder | None = field(repr=False)
     namespace: str
-    added: tuple[Source, ...]
-    changed: tuple[Source, ...]
-    unchanged: tuple[str, ...]
-    missing: tuple[str, ...]
-    failed: tuple[Failure, ...]
-    skipped: tuple[str, ...]
-    interrupted: bool
     quota: Quota = NO_QUOTA
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that will be read."""
-        return sum(source.num_bytes for source in (*self.added, *self.changed))
 
     @property
     def settings(self) -> dict[str, str]:
@@ -271,6 +288,20 @@ def _source(document: Document) -> Source:
     content = [document.text, document.source, document.title, dict(document.metadata), document.pages]
     data = json.dumps(content, sort_keys=True).encode()
     return Source(document.id, sha256(data).hexdigest(), len(data), None, lambda: document)
+
+
+def source_of(document: Document, sha256: str, mtime: float | None) -> Source:
+    """A document from elsewhere, of which is known what it was made from.
+
+    Its fields are looked at when it is loaded: a `LoadError` says what is wrong with them.
+    """
+
+    def load() -> Document:
+        if why := _unfit(document):
+            raise LoadError("The document cannot be ingested:", why=why)
+        return document
+
+    return Source(document.id, sha256, len(document.text), mtime, load)
 
 
 def _recipe(splitter: Splitter, embedder: Embedder | None) -> str:

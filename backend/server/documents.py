@@ -15,8 +15,10 @@ from lazyrag.backend.engine import Sampling, joined
 from lazyrag.backend.server.native import place_values, to_prompt
 from lazyrag.backend.server.problems import not_found, problem_of
 from lazyrag.backend.server.schemas import (
+    Digest,
     DocumentIn,
     DocumentsRequest,
+    NeededRequest,
     PinRequest,
     QueryRequest,
     SearchRequest,
@@ -24,7 +26,8 @@ from lazyrag.backend.server.schemas import (
 )
 from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
 from lazyrag.errors import QuotaError
-from lazyrag.ingest import Summary
+from lazyrag.ingest import Summary, source_of
+from lazyrag.loaders import Source
 from lazyrag.types import Chunk, Document, Hit, PromptPlan, Reuse
 
 if TYPE_CHECKING:
@@ -46,14 +49,16 @@ async def add_documents(body: DocumentsRequest, rag: Caller, service: ServiceOf)
     return await service.write(_ingest, rag, [_document(given) for given in body.documents], body.warm)
 
 
-def _document(given: DocumentIn | str) -> Document:
+def _document(given: DocumentIn | str) -> Document | Source:
     if isinstance(given, str):
         given = DocumentIn(text=given)
     id = given.id or blake2b(given.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return Document(id, given.text, given.source or id, title=given.title, metadata=given.metadata)
+    pages = tuple(given.pages)
+    document = Document(id, given.text, given.source or id, title=given.title, metadata=given.metadata, pages=pages)
+    return document if given.sha256 is None else source_of(document, given.sha256, given.mtime)
 
 
-def _ingest(rag: LazyRAG, documents: Sequence[Document], warm: bool) -> dict[str, Any]:
+def _ingest(rag: LazyRAG, documents: Sequence[Document | Source], warm: bool) -> dict[str, Any]:
     *_, summary = rag.ingest(documents=documents, warm=warm)
     assert isinstance(summary, Summary)
     full = [failure.error for failure in summary.failed if isinstance(failure.error, QuotaError)]
@@ -65,6 +70,22 @@ def _ingest(rag: LazyRAG, documents: Sequence[Document], warm: bool) -> dict[str
     ]
     values: dict[str, Any] = asdict(replace(summary, failed=()))
     return {**values, "ids": [document.id for document in documents], "failed": failed}
+
+
+@router.post("/documents/needed")
+async def needed(body: NeededRequest, rag: Caller, service: ServiceOf) -> dict[str, list[str]]:
+    """Of documents that were made from these bytes, those that are to be added, and those that are to be replaced."""
+    return await service.write(_needed, rag, body.documents)
+
+
+def _needed(rag: LazyRAG, digests: Sequence[Digest]) -> dict[str, list[str]]:
+    sources = [Source(given.id, given.sha256, 0, None, _unread) for given in digests]
+    plan = rag.plan_ingest(documents=sources)
+    return {"added": [source.id for source in plan.added], "changed": [source.id for source in plan.changed]}
+
+
+def _unread() -> Document:
+    raise AssertionError("a comparison reads nothing")
 
 
 @router.get("/documents")

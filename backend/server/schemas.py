@@ -220,6 +220,11 @@ class DocumentIn(Strict):
     source: str | None = None
     title: str | None = None
     metadata: dict[str, str | int | float | bool | None] = {}
+    pages: Annotated[list[int], Field(description="The character at which each page starts, the first 0.")] = []
+    sha256: Annotated[
+        str | None, Field(pattern="^[0-9a-f]{64}$", description="Of what it was made from: says when it has changed.")
+    ] = None
+    mtime: Annotated[float | None, Field(description="Of its file, seconds since the epoch.")] = None
 
 
 class DocumentsRequest(Strict):
@@ -227,6 +232,19 @@ class DocumentsRequest(Strict):
 
     documents: Annotated[list[DocumentIn | Text], Field(min_length=1, max_length=10_000)]
     warm: Annotated[bool, Field(description="Compute the chunks' KV now, not when they are first used.")] = True
+
+
+class Digest(Strict):
+    """A document that may be added."""
+
+    id: Annotated[str, Field(min_length=1, max_length=4096)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class NeededRequest(Strict):
+    """Of POST /v1/documents/needed."""
+
+    documents: Annotated[list[Digest], Field(max_length=10_000)]
 
 
 class PinRequest(Strict):

@@ -64,6 +64,7 @@ RANKS = (
         "lazyrag.calibration",
         "lazyrag.care",
         "lazyrag.explain",
+        "lazyrag.feed",
         "lazyrag.ingest",
         "lazyrag.library",
         "lazyrag.records",

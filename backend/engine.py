@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from lazyrag.errors import RequestTimeoutError
 from lazyrag.types import ChunkId, Citation, Reuse, Segment
 
+WARMED_AT_ONCE = 16
 MODES = ("exact", "lazy", "lazy-prefix")
 
 
@@ -282,7 +283,7 @@ def warm(
     tail: int,
     prefix: Sequence[int] = (),
     namespace: str = "",
-    batch: int = 16,
+    batch: int = WARMED_AT_ONCE,
 ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
     """Make the engine hold (and keep, if it has tiers) the KV of chunks, `batch` of them in flight.
 

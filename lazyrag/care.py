@@ -15,7 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from lazyrag.anchors import AnchorIndex
 from lazyrag.backend.hashing import NAME_DIGITS, chunk_name, head_names
@@ -23,7 +25,10 @@ from lazyrag.backend.tiers.disk import HEX, ChunkFile, chunk_files, flaw, leftov
 from lazyrag.errors import StoreError
 from lazyrag.retrievers.store import Store
 from lazyrag.retrievers.vectors import is_whole
+from lazyrag.tokens import Tokenizer
 from lazyrag.types import ChunkId
+
+T = TypeVar("T")
 
 KV, VECTORS, ANCHORS = "kv", "vectors", "anchors"
 UNUSED, OTHER_MODEL, LEFTOVER, CACHE = "unused KV", "another model's KV", "leftover", "cache of nothing"
@@ -161,6 +166,24 @@ def drop_kv(store: Store, namespace: str = "") -> None:
         StoreError: one cannot be removed.
     """
     collect(store, (Waste(UNUSED, file.path, 0) for file in chunk_files(store.directory / KV, space_of(namespace))))
+
+
+def change_tokenizer(store: Store, tokenizer: Tokenizer) -> None:
+    """Take a store over for a model with another tokenizer: chunks keep their texts and get its tokens.
+
+    KV of the old tokens is removed: nothing could find it any more. The next ingest splits the documents anew.
+    """
+    for namespace in store.namespaces():
+        for page in _pages(store.texts(namespace)):
+            tokens = {id: tokenizer.encode_plain(text) if tokenizer.round_trips(text) else () for id, text in page}
+            store.retokenize(tokens, namespace)
+    store.remember(tokenizer=tokenizer.fingerprint)
+    remove_doomed_kv(store)
+
+
+def _pages(items: Iterator[T], size: int = 256) -> Iterator[list[T]]:
+    while page := list(islice(items, size)):
+        yield page
 
 
 @dataclass(frozen=True, slots=True)

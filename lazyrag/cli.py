@@ -513,6 +513,9 @@ def serve(
         int, typer.Option("--max-prompts", min=1, help="Prompts, searches and writes at a time; more get status 429.")
     ] = 256,
     max_body: Annotated[int, typer.Option("--max-body", min=1, help="MiB of one request; larger get status 413.")] = 16,
+    rebuild_kv: Annotated[
+        bool, typer.Option("--rebuild-kv", help="Compute the KV that is not on disk for this model in the background.")
+    ] = False,
     file: FileOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -538,10 +541,12 @@ def serve(
         try:
             rag = LazyRAG(config, engine=engine)
             limits = Limits(body_bytes=max_body << 20, places=max_prompts)
+            application = create_app(rag, keys=keys, limits=limits, engine=engine)
+            say(*application.state.service.look_at_kv(rebuild=rebuild_kv))
             name, number = listener.getsockname()[:2]
             url = f"http://{f'[{name}]' if ':' in name else name}:{number}"
             run(
-                create_app(rag, keys=keys, limits=limits, engine=engine),
+                application,
                 listener,
                 started=lambda: reply({"url": url}, as_json, lambda: [f"Serving on {url}"]),
                 stopping=engine.stop_restarting,

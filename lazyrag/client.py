@@ -7,10 +7,10 @@ import atexit
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import MISSING, fields, replace
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import islice
 from math import isfinite, isnan
@@ -55,6 +55,21 @@ SYSTEM = "Answer the question from the passages. If they do not hold the answer,
 """The system message of `LazyRAG.query`, unless a preamble is set."""
 
 
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """How much of a namespace's KV is on disk.
+
+    Attributes:
+        chunks: that could have some.
+        kept: of these, for the running model and settings.
+        of_another: whether the rest was computed by another model, or with other settings.
+    """
+
+    chunks: int
+    kept: int
+    of_another: bool
+
+
 class LazyRAG:
     """Documents in, answers out, every known chunk's KV reused. Thread-safe; constructing it starts nothing.
 
@@ -87,6 +102,7 @@ class LazyRAG:
         self._searcher: Searcher | None = None
         self._records: Records | None = None
         self._watch = Watch()
+        self._has_looked_at_kv = False
         self._names: dict[str, ChunkId] = {}
         config = self._config
         self._auto = AutoRegister(config.auto_register, config.auto_register_bytes) if config.auto_register else None
@@ -181,6 +197,8 @@ class LazyRAG:
         with self._lock:
             self._look_for_store()
             if self._library is None:
+                if self._store is not None:
+                    self._store.expect(tokenizer=self.tokenizer.fingerprint)
                 self._library = Library(self.tokenizer, self._store, self._config.namespace)
             return self._library
 
@@ -434,6 +452,7 @@ class LazyRAG:
         sampling = _checked(sampling)
         hints = _texts(hints, "hints")
         engine = self.engine  # first: it says the block size and the mode that are planned for
+        self._look_at_kv()
         plans = [self.plan(prompt, hints=hints, tools=tools, special=special) for prompt in prompts]
         requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, self.config.namespace) for p in plans]
         return engine, plans, requests
@@ -474,12 +493,12 @@ class LazyRAG:
         yield from self._warm_tokens((id, ids) for id, ids in tokens if ids)
 
     def _warm_tokens(
-        self, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
+        self, chunks: Iterable[tuple[ChunkId, Sequence[int]]], *, batch: int = engines.WARMED_AT_ONCE
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         engine = self.engine
         prefix = self._prefix()
         tail = self.tokenizer.encode_plain("\n")[-1]
-        yield from engines.warm(engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace)
+        yield from engines.warm(engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace, batch=batch)
 
     def _prefix(self) -> tuple[int, ...]:
         """Tokens of the preamble as it begins a chat (or, of a model without chat template, a string prompt)."""
@@ -556,6 +575,7 @@ class LazyRAG:
         plan: IngestPlan | None = None,
         sync: bool = False,
         warm: bool = True,
+        batch: int = engines.WARMED_AT_ONCE,
     ) -> Iterator[Progress | Summary]:
         """Take files, folders and documents into the store; the last event is the Summary. Run it again to resume.
 
@@ -565,6 +585,7 @@ class LazyRAG:
             plan: do this one (`plan_ingest`), not a new one.
             sync: delete stored documents whose files are gone from the given folders.
             warm: compute the KV of every chunk now. Else the first prompt that holds a chunk pays for it.
+            batch: chunks that are computed at a time.
 
         Raises:
             ConfigError, StoreError: as `plan_ingest`.
@@ -580,7 +601,7 @@ class LazyRAG:
         yield from ingest.run(
             plan,
             sync=sync,
-            warm=self._warm_tokens if warm else None,
+            warm=partial(self._warm_tokens, batch=batch) if warm else None,
             fingerprint=fingerprint,
             bytes_per_token=bytes_per_token,
         )
@@ -618,11 +639,16 @@ class LazyRAG:
         """
         return self._needed_store().pin(_texts(ids, "ids"), self.config.namespace, pinned=pinned)
 
-    def rebuild_kv(self, *, everything: bool = False) -> Iterator[Progress | Summary]:
+    def rebuild_kv(
+        self, *, everything: bool = False, batch: int = engines.WARMED_AT_ONCE
+    ) -> Generator[Progress | Summary, None, None]:
         """Compute the KV of the stored chunks that is not on disk; the last event is the Summary.
+
+        A store that was made with another tokenizer is taken over first: its chunks keep their texts.
 
         Args:
             everything: remove all KV of the namespace first, of other models, too.
+            batch: chunks that are computed at a time.
 
         Raises:
             ConfigError: there is no store, or no chunk's KV is kept with these settings.
@@ -635,8 +661,40 @@ class LazyRAG:
             raise ConfigError("No chunk's KV is kept on disk with these settings.", fix="Set mode lazy and kv_disk.")
         if everything:
             care.drop_kv(store, namespace)
+        if store.settings().get("tokenizer", self.tokenizer.fingerprint) != self.tokenizer.fingerprint:
+            care.change_tokenizer(store, self.tokenizer)
         care.forget_missing_kv(store, namespace)
-        yield from self.ingest(plan=self.plan_ingest())
+        yield from self.ingest(plan=self.plan_ingest(), batch=batch)
+
+    def _look_at_kv(self) -> None:
+        """Say, once, that the KV on disk cannot be used."""
+        if self._has_looked_at_kv or self.store is None:
+            return
+        self._has_looked_at_kv = True
+        with suppress(ConfigError):
+            state = self.kv_state()
+            if state.of_another:
+                logger.warning(
+                    "The KV on disk of %d of %d chunks is of another model or of other settings, and is not used; it is"
+                    " computed when it is needed. All of it now: lazyrag kv rebuild --store %s",
+                    state.chunks - state.kept,
+                    state.chunks,
+                    self.config.store,
+                )
+
+    def kv_state(self) -> KVState:
+        """How much of the namespace's KV is on disk for this model; starts the engine.
+
+        Raises:
+            ConfigError: there is no store.
+        """
+        store, namespace = self._needed_store(), self.config.namespace
+        chunks = store.stats(namespace)["reusable"]
+        if self._mode == "exact" or self.config.kv_dir is None:
+            return KVState(chunks, 0, False)
+        name = self._kv_name()
+        missing = store.num_unwarmed(name, namespace)
+        return KVState(chunks, chunks - missing, missing > 0 and store.settings().get("kv", name) != name)
 
     def needs_warming(self, plan: IngestPlan) -> bool:
         """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""
@@ -645,7 +703,10 @@ class LazyRAG:
         if plan.added or plan.changed:
             return True
         known = plan.store.settings()
-        fingerprint = known.get("kv", "") if known.get("kv_of") == self._kv_identity() else ""
+        if self._engine is not None and self.config.kv_dir is not None:
+            fingerprint = self._kv_name()
+        else:
+            fingerprint = known.get("kv", "") if known.get("kv_of") == self._kv_identity() else ""
         if not self._is_kv_kept(plan.store, fingerprint):
             fingerprint = ""  # under which nothing is noted
         return plan.store.num_unwarmed(fingerprint, plan.namespace) > 0

@@ -172,7 +172,8 @@ class Store:
                 raise StoreError(
                     f"The store in {self.directory} was made with {name} {known[name]}, not {value}.",
                     why="Its contents would not fit together.",
-                    fix=f"Use the same {name}, or ingest into another folder with --store.",
+                    fix=f"Use the same {name}, or ingest into another folder with --store."
+                    + (f" Or take it over: lazyrag kv rebuild --store {self.directory}" if name == "tokenizer" else ""),
                 )
 
     def require(self, **settings: str) -> None:
@@ -381,6 +382,25 @@ class Store:
             0,
         ):
             yield id, _tokens(blob)
+
+    def retokenize(self, tokens: Mapping[ChunkId, Sequence[int]], namespace: str = "") -> None:
+        """Give chunks other tokens; none: they must not be reused. The KV of the old ones is doomed, its notes go."""
+        with self._writing() as db:
+            for key, id, old in db.execute(
+                f"SELECT key, id, tokens FROM chunks c WHERE namespace = ? AND {_AMONG}", (namespace, _json(tokens))
+            ).fetchall():
+                new = _packed(tokens[id]) or None
+                if new == old:
+                    continue
+                if old is not None:
+                    db.execute("INSERT INTO doomed (namespace, tokens) VALUES (?, ?)", (namespace, old))
+                count = len(tokens[id])
+                db.execute(
+                    "UPDATE chunks SET tokens = ?, num_tokens = coalesce(nullif(?, 0), num_tokens) WHERE key = ?",
+                    (new, count, key),
+                )
+                db.execute("DELETE FROM warmed WHERE chunk = ?", (key,))
+            _change(db, namespace)
 
     def beginning_with(self, heads: Iterable[Sequence[int]], namespace: str = "") -> set[tuple[int, ...]]:
         """Those runs of tokens, none of them empty, that a chunk begins with or is."""

@@ -24,7 +24,7 @@ from lazyrag.backend.server.schemas import (
     SearchRequest,
     SegmentRequest,
 )
-from lazyrag.backend.server.service import Call, Caller, ServiceOf, unless_gone
+from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, unless_gone
 from lazyrag.errors import QuotaError
 from lazyrag.ingest import Summary, source_of
 from lazyrag.loaders import Source
@@ -164,6 +164,25 @@ def hit_values(hit: Hit) -> dict[str, Any]:
     """A retrieved chunk with its text, score and places."""
     also = [place_values(chunk) for chunk in hit.also]
     return {**place_values(hit.chunk), "text": hit.chunk.text, "score": hit.score, "also": also}
+
+
+@router.get("/kv")
+async def kv(rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """How much of the chunks' KV is kept on disk for this model, and whether it is being computed."""
+    return await asyncio.to_thread(_kv, rag, service)
+
+
+@router.post("/kv/rebuild", status_code=202)
+async def rebuild_kv(rag: Caller, service: ServiceOf) -> dict[str, Any]:
+    """Compute the KV of the chunks that have none on disk for this model, in the background."""
+    state = await asyncio.to_thread(_kv, rag, service)
+    service.rebuilding.start(rag)
+    return {**state, "rebuilding": asdict(service.rebuilding.state(rag.config.namespace))}
+
+
+def _kv(rag: LazyRAG, service: Service) -> dict[str, Any]:
+    state = asdict(rag.kv_state()) if rag.store is not None else {"chunks": 0, "kept": 0, "of_another": False}
+    return {**state, "rebuilding": asdict(service.rebuilding.state(rag.config.namespace))}
 
 
 # ---------------------------------------------------------------- retrieval and prompts

@@ -18,6 +18,7 @@ from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.server.auth import Keys, is_loopback, names_loopback
 from lazyrag.backend.server.metrics import Gauges, Metrics
 from lazyrag.backend.server.problems import RETRY_S, Problem
+from lazyrag.backend.server.rebuild import Rebuilding
 from lazyrag.errors import ConfigError, RequestError
 from lazyrag.types import PromptPlan
 
@@ -105,6 +106,7 @@ class Service:
         self.root, self.keys, self.limits, self.engine = rag, keys, limits, engine
         self.queue = Queue(limits.places)
         self.metrics = Metrics(self._gauges, lambda: rag.engine.stats())
+        self.rebuilding = Rebuilding()
         self._rags: dict[str, LazyRAG] = {}
         # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
@@ -129,8 +131,32 @@ class Service:
             "engine_restarts": ("How often the engine was started again.", self.engine.restarts if self.engine else 0),
         }
 
+    def look_at_kv(self, *, rebuild: bool) -> list[str]:
+        """What is to be said of namespaces whose KV on disk is another model's; for the start of a server.
+
+        Args:
+            rebuild: begin to compute, in the background, what no namespace has for this model.
+        """
+        said = []
+        for namespace in sorted(self.keys.namespaces) or [self.root.config.namespace]:
+            rag = self.client_for(namespace)
+            state = rag.kv_state() if rag.store is not None else None
+            if state is None or state.kept == state.chunks:
+                continue
+            if state.of_another:
+                whose = f" of namespace {namespace!r}" if namespace else ""
+                then = "is computed in the background" if rebuild else "is computed when it is used (or: --rebuild-kv)"
+                said.append(
+                    f"{state.chunks - state.kept} of {state.chunks} chunks{whose}: their KV on disk is of another model"
+                    f" or of other settings, and is not used; it {then}. To free its space: lazyrag gc --other-models"
+                )
+            if rebuild:
+                self.rebuilding.start(rag)
+        return said
+
     def close(self) -> None:
         """Wait for writes under way."""
+        self.rebuilding.close()
         self._writer.shutdown(cancel_futures=True)
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -16,10 +16,10 @@ from lazyrag import care
 from lazyrag.backend.engine import Cancel, Deliver, Engine, Request, Sampling
 from lazyrag.backend.tiers.disk import chunk_files
 from lazyrag.care import CACHE, LEFTOVER, OTHER_MODEL, UNUSED, collect, find_waste, remove_doomed_kv, verify
-from lazyrag.client import LazyRAG
+from lazyrag.client import KVState, LazyRAG
 from lazyrag.errors import InputError, StoreError
 from lazyrag.retrievers.store import FILE_NAME, Store
-from lazyrag.types import Document
+from lazyrag.types import HBM, Document
 
 A = "The quick brown fox jumps over the lazy dog, and the dog sleeps on until the evening comes again."
 B = "In 1901 the first Nobel Prize in Physics was awarded to Wilhelm Conrad Röntgen, of Germany, for his rays."
@@ -370,3 +370,43 @@ def test_a_text_that_rotted_is_deleted_and_comes_back_with_the_next_ingest(conne
     put(rag, a=A, b=B)
     with Store.open(folder) as store:
         assert sorted(text for _, text in store.texts()) == sorted([A, B])
+
+
+# ---------------------------------------------------------------- another model
+
+
+def test_kv_of_another_model_is_said_to_be_of_no_use_and_is_rebuilt(
+    connect: Connect, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(connect(), a=A, b=B)
+    other = connect("2" * 64)
+    assert other.kv_state() == KVState(2, 0, True)
+    for _ in range(2):
+        other.generate([prompt_of(A)])
+    (said,) = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
+    assert said.startswith("The KV on disk of 2 of 2 chunks is of another model")
+    assert f"lazyrag kv rebuild --store {folder}" in said
+    for _ in other.rebuild_kv(batch=1):
+        pass
+    assert other.kv_state() == KVState(2, 2, False)
+    assert {file.parts[-4] for file in kv(folder)} == {MODEL[:16], "2" * 16}
+
+
+def test_a_store_of_another_tokenizer_is_refused_until_it_is_taken_over(
+    connect: Connect, folder: Path, model_folder: Callable[..., Path], saving_engine: Callable[..., Engine]
+) -> None:
+    put(connect(), a=A, b=B)
+    model = model_folder("metaspace")
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    engine = saving_engine(model, folder / "kv", "3" * 64)
+    rag = LazyRAG(engine=engine, model=str(model), store=folder, embedder="hash")
+    with pytest.raises(StoreError, match="lazyrag kv rebuild --store"):
+        rag.generate([prompt_of(A)])
+    for _ in rag.rebuild_kv():
+        pass
+    assert {file.parts[-4] for file in kv(folder)} == {"3" * 16}, "nothing could find the KV of the old tokens any more"
+    (answer,) = rag.generate([prompt_of(A)])
+    assert answer.reuse.sources == (HBM,)
+    rag.delete(["a", "b"])
+    assert kv(folder) == set()
+    engine.close()

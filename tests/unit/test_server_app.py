@@ -114,6 +114,8 @@ def test_without_keys_only_this_machine_is_served(make: Callable[..., Made]) -> 
         ("DELETE", "/v1/documents/x"),
         ("POST", "/v1/documents/needed"),
         ("POST", "/v1/pins"),
+        ("GET", "/v1/kv"),
+        ("POST", "/v1/kv/rebuild"),
         ("GET", "/v1/chunks"),
         ("GET", "/v1/chunks/x"),
         ("POST", "/v1/search"),
@@ -134,7 +136,7 @@ def test_every_route_but_the_probes_wants_a_key(make: Callable[..., Made], metho
 def test_every_route_is_in_the_test_above(make: Callable[..., Made]) -> None:
     client, _, _ = make()
     routes = {(m.upper(), p) for p, methods in client.get("/openapi.json").json()["paths"].items() for m in methods}
-    assert len(routes - {("GET", "/health"), ("GET", "/ready")}) == 17
+    assert len(routes - {("GET", "/health"), ("GET", "/ready")}) == 19
 
 
 def test_tenants_share_neither_documents_nor_kv(make: Callable[..., Made]) -> None:

@@ -14,8 +14,11 @@ from fastapi.testclient import TestClient
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.backend.server.app import create_app
 from lazyrag.backend.server.auth import Keys
+from lazyrag.backend.server.rebuild import Rebuilding, State
 from lazyrag.client import LazyRAG
+from lazyrag.errors import EngineDeadError
 from lazyrag.explain import ESCAPED, EVICTED, FIRST_USE, FIXES, NOT_REGISTERED, OTHER_MODEL, OTHER_NAMESPACE
+from lazyrag.ingest import Progress, Summary
 from lazyrag.types import COMPUTED, HBM
 
 CHATML = (
@@ -191,3 +194,53 @@ def test_that_a_text_is_another_tenants_is_told_to_operators_only(tenants: Any) 
     client.post("/v1/documents", json={"documents": [LETTER]}, headers={"Authorization": "Bearer sk-a"})
     assert why(client, "operator", LETTER) == [("literal", OTHER_NAMESPACE)]
     assert why(client, "b", LETTER) == [("literal", NOT_REGISTERED)]
+
+
+# ---------------------------------------------------------------- KV of another model
+
+
+def test_kv_of_another_model_is_rebuilt_in_the_background(tenants: Any, tmp_path: Path) -> None:
+    a = {"Authorization": "Bearer sk-a"}
+    with tenants("1" * 64) as first:
+        first.post("/v1/documents", json={"documents": [LETTER, BRIDGE]}, headers=a)
+        kept = first.get("/v1/kv", headers=a).json()
+        chunks = kept["chunks"]
+        assert (kept["kept"], kept["of_another"], kept["rebuilding"]["running"]) == (chunks, False, False)
+        assert first.app.state.service.look_at_kv(rebuild=False) == []  # type: ignore[attr-defined]
+    with tenants("2" * 64) as second:
+        (said,) = second.app.state.service.look_at_kv(rebuild=False)
+        assert said.startswith(f"{chunks} of {chunks} chunks of namespace 'a': their KV on disk is of another model")
+        assert second.get("/v1/kv", headers=a).json()["kept"] == 0
+        begun = second.post("/v1/kv/rebuild", headers=a)
+        assert (begun.status_code, begun.json()["of_another"]) == (202, True)
+        while (state := second.get("/v1/kv", headers=a).json())["rebuilding"]["running"]:
+            pass
+        assert (state["kept"], state["of_another"], state["rebuilding"]["error"]) == (chunks, False, "")
+        assert second.get("/v1/kv", headers={"Authorization": "Bearer sk-b"}).json()["chunks"] == 0
+    with tenants("3" * 64) as third:
+        assert "in the background" in third.app.state.service.look_at_kv(rebuild=True)[0]
+        while third.get("/v1/kv", headers=a).json()["rebuilding"]["running"]:
+            pass
+        assert third.get("/v1/kv", headers=a).json()["kept"] == chunks
+
+
+def test_a_rebuilding_waits_for_an_engine_that_has_died(
+    rag: LazyRAG, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(client, LETTER)
+    errors = [EngineDeadError("The engine stopped."), EngineDeadError("The engine stopped.")]
+
+    def rebuild(batch: int) -> Any:
+        if errors:
+            raise errors.pop()
+        yield Progress("warm", 3, 3, 0)
+        yield Summary(warmed=3)
+
+    monkeypatch.setattr(rag, "rebuild_kv", rebuild)
+    monkeypatch.setattr("lazyrag.backend.server.rebuild.PAUSE_S", 0.01)
+    rebuilding = Rebuilding()
+    rebuilding.start(rag)
+    while rebuilding.state("").running:
+        pass
+    assert (rebuilding.state(""), errors) == (State(False, 3, 3, ""), [])
+    rebuilding.close()

@@ -215,7 +215,7 @@ def feed_server(
     url: str, paths: list[str], kv: KV, sync: bool, dry_run: bool, fail_fast: bool, quiet: bool, as_json: bool
 ) -> NoReturn:
     from lazyrag.backend.remote import RemoteRAG
-    from lazyrag.feed import compare, feed
+    from lazyrag.backend.server.feed import compare, feed
 
     with closing(RemoteRAG(url, os.environ.get("LAZYRAG_API_KEY", ""))) as remote:
         found = compare(remote, paths)

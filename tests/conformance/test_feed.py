@@ -14,10 +14,10 @@ from lazyrag.backend import remote
 from lazyrag.backend.remote import RemoteRAG
 from lazyrag.backend.server.app import create_app
 from lazyrag.backend.server.auth import Keys
+from lazyrag.backend.server.feed import compare, feed
 from lazyrag.cli import app
 from lazyrag.client import LazyRAG
 from lazyrag.errors import EngineDeadError
-from lazyrag.feed import compare, feed
 
 KEYS = Keys({"sk-a": "a", "sk-b": "b"}, quotas={"b": {"documents": 2}})
 
@@ -123,7 +123,7 @@ def test_what_is_refused_is_listed_and_the_rest_is_taken(
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_stopped(url: str, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyrag.feed.MOST_SENT", 1)
+    monkeypatch.setattr("lazyrag.backend.server.feed.MOST_SENT", 1)
     server = RemoteRAG(url, "sk-a")
     stored = 0
     for event in feed(server, compare(server, [docs])):

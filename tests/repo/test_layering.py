@@ -64,7 +64,6 @@ RANKS = (
         "lazyrag.calibration",
         "lazyrag.care",
         "lazyrag.explain",
-        "lazyrag.feed",
         "lazyrag.ingest",
         "lazyrag.library",
         "lazyrag.records",

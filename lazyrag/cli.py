@@ -1050,6 +1050,10 @@ def evaluate_modes(
     order: Annotated[PassageOrder, typer.Option("--order", help="Of the passages.")] = PassageOrder.given,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions, at most. [all]")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of orders, and of passages that are added.")] = 0,
+    unseen_by: Annotated[
+        Path | None,
+        typer.Option("--unseen-by", metavar="DIR", help="Only questions this tuned model did not see. [the model]"),
+    ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Ask in one text, not in a chat.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="For the JSON; what it holds is not measured anew.")
@@ -1065,6 +1069,7 @@ def evaluate_modes(
     from lazyrag.quality.data import draw
     from lazyrag.quality.data import load as load_questions
     from lazyrag.quality.evaluate import evaluate
+    from lazyrag.tune import record
 
     if plot is not None:
         need("matplotlib", extra="plot")  # now, and not after hours
@@ -1073,7 +1078,10 @@ def evaluate_modes(
             raise InputError(f"{path} cannot be written:", why="it is a folder, or its folder does not exist.")
     rag = LazyRAG(load(file, model=model, preamble=preamble))
     found = load_questions(data)
-    questions = draw(found.questions, passages=docs, order=order.value, limit=limit, seed=seed)
+    unseen = record.unseen(found.questions, unseen_by or rag.model)
+    if left_out := len(found.questions) - len(unseen):
+        say(f"{left_out} questions are left out: {(unseen_by or rag.model).name} was tuned on their passages.")
+    questions = draw(unseen, passages=docs, order=order.value, limit=limit, seed=seed)
     about = {"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed}
     names = [name.strip() for name in modes.split(",")]
     result = evaluate(

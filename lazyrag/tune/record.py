@@ -6,12 +6,13 @@ The file is `tune.json`. Documents are named by the ids of their texts as chunks
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lazyrag.errors import ConfigError
-from lazyrag.types import ChunkId
+from lazyrag.errors import ConfigError, InputError
+from lazyrag.quality.data import Question
+from lazyrag.types import ChunkId, chunk_id
 
 FILE_NAME = "tune.json"
 
@@ -41,3 +42,20 @@ def trained_on(folder: Path) -> frozenset[ChunkId]:
             why="it is no record of a tuning.",
             fix="Remove it if you know which documents the model was trained on.",
         ) from None
+
+
+def unseen(asked: Sequence[Question], folder: Path) -> list[Question]:
+    """The questions none of whose passages a model was tuned on: all, for a model that `lazyrag tune` has not made.
+
+    Raises:
+        InputError: there are none.
+    """
+    seen = trained_on(folder)
+    left = [question for question in asked if not any(chunk_id(p.text) in seen for p in question.passages)]
+    if asked and not left:
+        raise InputError(
+            f"There is nothing to measure {folder.name} with:",
+            why="it was tuned on passages of all of these questions.",
+            fix="Use other questions.",
+        )
+    return left

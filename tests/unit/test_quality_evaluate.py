@@ -20,6 +20,8 @@ from lazyrag.errors import InputError
 from lazyrag.quality import report
 from lazyrag.quality.data import Passage, Question, draw, load
 from lazyrag.quality.evaluate import Result, evaluate
+from lazyrag.tune import record
+from lazyrag.types import chunk_id
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 PASSAGE = "Passage {n} says, at some length and in the same words as all of the others, that item {n} is blue."
@@ -173,6 +175,22 @@ def test_the_command_answers_with_a_table_a_plot_and_json(
     assert found["data"]["digest"] == load(data).digest
     assert found["arms"]["lazy"]["machine"]["versions"]["lazyrag"]
     assert json.loads(command(data, *options, "--out", "out.json", "--json").stdout) == found
+
+
+def test_questions_that_a_model_was_tuned_on_are_left_out(
+    command: Callable[..., Any], folder: Path, data: Path, tmp_path: Path
+) -> None:
+    asked = load(data).questions
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    record.write(tuned, {}, trained_on=[chunk_id(asked[1].passages[0].text)], held_out=[])
+    options = ("--model", folder, "--modes", "lazy", "--docs", 2, "--unseen-by", tuned, "--out", "out.json")
+    done = command(data, *options)
+    assert done.exit_code == 0, done.output
+    assert "1 questions are left out: tuned was tuned on their passages." in done.stderr
+    assert f"data: {len(asked) - 1} questions" in done.stdout
+    record.write(tuned, {}, trained_on=[chunk_id(p.text) for q in asked for p in q.passages], held_out=[])
+    assert command(data, *options).exit_code == 2
 
 
 def test_no_text_of_the_data_is_written(command: Callable[..., Any], folder: Path, data: Path, tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""The systems compared. All run on the same vLLM; an arm is an engine and a way to have requests served by it.
-
-`materialize` (each use of a chunk copies its KV to blocks of the request's own, and turns K there) needs a worker and a
-scheduler of its own and is not among the arms that run; the simulation of hit ratios (hits.py) has it.
-"""
+"""The systems compared. All run on the same vLLM; an arm is an engine and a way to have requests served by it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from lazyrag.bench.workload import Order
+
+EngineName: TypeAlias = Literal["stock", "lazy", "materialize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,8 @@ class Arm:
 
     Attributes:
         name: in reports.
-        engine: "stock" is vLLM that has loaded nothing of LazyRAG; "lazy" has its scheduler and worker.
+        engine: "stock" is vLLM that has loaded nothing of LazyRAG; "lazy" has its scheduler and worker; "materialize"
+            has those of materialize.py, on CUDA only.
         about: one sentence for the report.
         order: in which the arm sends a request's documents.
         spans: documents are marked as reusable.
@@ -26,7 +25,7 @@ class Arm:
     """
 
     name: str
-    engine: Literal["stock", "lazy"]
+    engine: EngineName
     about: str
     order: Order = "fresh"
     spans: bool = False
@@ -40,6 +39,7 @@ ARMS = {
         Arm("prefix", "stock", "vLLM's prefix caching, documents in the request's order"),
         Arm("prefix-reorder", "stock", "the same, documents sorted so that prefixes recur", order="sorted"),
         Arm("lazy", "lazy", "LazyRAG, documents in the request's order", spans=True),
+        Arm("materialize", "materialize", "each use copies the KV and turns its keys; stock attention", spans=True),
         Arm("perfect", "stock", "vLLM, everything in front of the question is one cached prefix", order="sorted"),
         Arm("stock", "stock", "ordinary requests to vLLM", order="sorted"),
         Arm("plugin", "lazy", "ordinary requests to an engine with LazyRAG's scheduler and worker", order="sorted"),

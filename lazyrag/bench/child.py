@@ -35,13 +35,13 @@ class Spec:
     """How to start an engine.
 
     Attributes:
-        lazy: with LazyRAG's scheduler and worker; else vLLM loads nothing of LazyRAG.
+        engine: which of the systems (arms.py).
         arguments: of vLLM's `LLM`, beyond what the device and LazyRAG ask for.
         exact: in fp32 where that runs (on a CPU).
         capture_sizes: batch sizes (tokens) that CUDA graphs are made for; none on a CPU; empty for vLLM's own choice.
     """
 
-    lazy: bool
+    engine: str
     arguments: dict[str, Any]
     exact: bool = False
     capture_sizes: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ class Server:
 
     def __init__(self, spec: Spec) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_PLUGINS"] = "lazyrag" if spec.lazy else ""
+        os.environ["VLLM_PLUGINS"] = "" if spec.engine == "stock" else "lazyrag"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         local.prepare_process()
         wanted: dict[str, Any] = {"block_size": None, "kv_cache_memory_bytes": None, **spec.arguments}
@@ -152,8 +152,13 @@ class Server:
             if spec.capture_sizes and not arguments.get("enforce_eager"):
                 compilation = {"cudagraph_capture_sizes": list(spec.capture_sizes)}
                 arguments["compilation_config"] = compilation | dict(arguments.get("compilation_config") or {})
-        if spec.lazy:
+        if spec.engine != "stock":
             arguments |= local.plugin_arguments("lazy", False)
+        if spec.engine == "materialize":
+            arguments |= {
+                "scheduler_cls": "lazyrag.bench.materialize.MaterializeScheduler",
+                "worker_cls": "lazyrag.bench.materialize_worker.MaterializeWorker",
+            }
         self._arguments = arguments
         self._llm = LLM(**arguments)
         self._profile: Profile | None = None

@@ -9,7 +9,7 @@ proves nothing, and fails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -64,12 +64,11 @@ class Question:
     must_agree: bool = field(default=True)
 
 
-def examine(stock: EngineProcess, lazy: EngineProcess, model: Path, vocabulary: tuple[int, int]) -> list[Check]:
+def examine(engines: Mapping[str, EngineProcess], model: Path, vocabulary: tuple[int, int]) -> list[Check]:
     """Run the gate.
 
     Args:
-        stock: an engine without LazyRAG.
-        lazy: one with it.
+        engines: "stock", without LazyRAG, and "lazy"; "materialize" if there is one.
         model: folder of the model that both run.
         vocabulary: [low, high) of token ids.
 
@@ -79,11 +78,14 @@ def examine(stock: EngineProcess, lazy: EngineProcess, model: Path, vocabulary: 
     reference = Reference(model)
     draw = _words(vocabulary)
     ordinary = [Prompt(draw(n)) for n in (40, 300, 700)]
-    noise = [reference.deviation(prompt, (), answer) for prompt, answer in _ask(stock, ordinary)]
+    noise = [reference.deviation(prompt, (), answer) for prompt, answer in _ask(engines["stock"], ordinary)]
     bound = min(max(FACTOR * max(noise), FLOOR), CEILING)
     checks = [Check(f"plain vLLM, {len(p.token_ids)} tokens", d, bound) for p, d in zip(ordinary, noise, strict=True)]
-    for question in questions(draw):
-        ((_, answer),) = _ask(lazy, [question.prompt])
+    asked = [("lazy", question) for question in questions(draw)]
+    if "materialize" in engines:
+        asked += [("materialize", question) for question in copied(draw)]
+    for name, question in asked:
+        ((_, answer),) = _ask(engines[name], [question.prompt])
         spans = question.prompt.spans if question.spans is None else question.spans
         deviation = reference.deviation(question.prompt, spans, answer, question.moved)
         checks.append(Check(question.name, deviation, bound, question.must_agree))
@@ -104,6 +106,16 @@ def questions(draw: Any) -> list[Question]:
         Question("an ordinary prompt", Prompt(draw(150))),
         Question("wrong on purpose: chunks that see each other", again, spans=(), must_agree=False),
         Question("wrong on purpose: chunks out of place", again, moved=5, must_agree=False),
+    ]
+
+
+def copied(draw: Any) -> list[Question]:
+    """What an engine that copies chunks is asked: documents of whole blocks in front."""
+    a, b, c = draw(192), draw(64), draw(320)
+    return [
+        Question("materialize: chunks are copied", joined([a, b, c, draw(16)], {0, 1, 2})),
+        Question("materialize: to other places", joined([c, a, b, draw(16)], {0, 1, 2})),
+        Question("materialize, wrong on purpose", joined([b, a, draw(16)], {0, 1}), moved=5, must_agree=False),
     ]
 
 

@@ -48,9 +48,9 @@ class Bench:
             LazyRAGError: a request failed.
         """
         kind, workload = case
-        arms = [ARMS[name] for name in metric.arms]
+        arms = [arm for name in metric.arms if (arm := ARMS[name]).engine in self.engines]
         if kind == "batch":
-            return self._batches(arms, workload)
+            return self._batches(arms, workload, metric.seldom)
         if kind == "rate":
             return {metric.name: {arm.name: [self._rate(arm, workload)] for arm in arms}}
         return {metric.name: self._interleaved(kind, arms, workload, metric.seldom)}
@@ -107,7 +107,9 @@ class Bench:
 
     # ------------------------------------------------------------ requests that are sent together, or as they come
 
-    def _batches(self, arms: Sequence[Arm], workload: Workload) -> dict[str, dict[str, list[Reading]]]:
+    def _batches(
+        self, arms: Sequence[Arm], workload: Workload, seldom: frozenset[str]
+    ) -> dict[str, dict[str, list[Reading]]]:
         """Each from an empty cache, for arms that share an engine must not find what another left."""
         traffic = Traffic(workload, self.vocabulary)
         draws: list[Draw] = []
@@ -128,7 +130,8 @@ class Bench:
             return Reading(result.total_s, result.gauge_ms)
 
         names = list(served)
-        take_turns(names, measure, rounds=max(3, self.rounds // 4), deadline=self.deadline, begin=begin)
+        rounds = max(3, self.rounds // 4)
+        take_turns(names, measure, rounds=rounds, seldom=seldom, deadline=self.deadline, begin=begin)
 
         def readings(value: Callable[[Served], float]) -> dict[str, list[Reading]]:
             return {name: [Reading(value(s), s.gauge_ms) for s in results] for name, results in served.items()}

@@ -95,9 +95,10 @@ def rows(
         metric: its name.
         workload: its name.
         unit: of the values.
-        compare: (arm, baseline) pairs.
+        compare: (arm, baseline) pairs; those of arms that did not run are left out.
         summaries: by arm.
     """
+    compare = [pair for pair in compare if summaries.keys() >= set(pair)]
     baselines = dict.fromkeys(baseline for _, baseline in compare)
     found = []
     for arm, baseline in [*compare, *((name, name) for name in baselines)]:

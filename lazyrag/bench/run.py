@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ from lazyrag.errors import ConfigError, EngineError, InputError
 ROUNDS, QUICK_ROUNDS = 13, 3
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 160, 176, 192, 224, 256)
 QUICK_METRICS = tuple(name for name in METRICS if name != "rate_at_slo")
-ENGINES = ("stock", "lazy")
 GATE_KV_BYTES = 256 << 20
 """Of an engine that only the gate asks."""
 MAX_LEN = 49152
@@ -138,7 +137,8 @@ def bench(options: Options, tell: Callable[[str], None]) -> Result:
     deadline = Deadline(options.limit_s)
     result = Result(report.machine(), options.command)
     for kv_bytes, tasks in _by_pool(options.shape, wanted).items():
-        with _running(options, kv_bytes or options.kv_bytes, result, tell) as (model, running):
+        arms = {name for metric, _ in tasks for name in metric.arms}
+        with _running(options, arms, kv_bytes or options.kv_bytes, result, tell) as (model, running):
             _measure(Bench(running, model.vocabulary, options.rounds, deadline), tasks, model, options, result, tell)
     if any(metric.name == "hit_ratio" for metric in wanted):
         simulate(result)
@@ -149,7 +149,7 @@ def bench(options: Options, tell: Callable[[str], None]) -> Result:
 def profile(options: Options, tell: Callable[[str], None]) -> Result:
     """Where the milliseconds of a hot request go, for each hot workload, plain vLLM and LazyRAG side by side."""
     result = Result(report.machine(), options.command)
-    with _running(options, options.kv_bytes, result, tell) as (model, running):
+    with _running(options, {"perfect", "lazy"}, options.kv_bytes, result, tell) as (model, running):
         for _, workload in CASES[options.shape]["ttft_hot"]:
             batch = Batch(workload, model.vocabulary)
             found: dict[str, list[dict[str, float]]] = {"perfect": [], "lazy": []}
@@ -193,7 +193,7 @@ def _by_pool(shape: str, wanted: Sequence[Metric]) -> dict[int, list[tuple[Metri
 
 @contextmanager
 def _running(
-    options: Options, kv_bytes: int | None, result: Result, tell: Callable[[str], None]
+    options: Options, arms: Collection[str], kv_bytes: int | None, result: Result, tell: Callable[[str], None]
 ) -> Iterator[tuple[Model, dict[str, EngineProcess]]]:
     """The engines, started and past the gate."""
     with TemporaryDirectory(prefix="lazyrag-bench-") as folder:
@@ -204,24 +204,33 @@ def _running(
             model = tiny
         else:
             model = make_model(options.shape, Path(folder) / options.shape)
-        specs = {name: _spec(options, model, name == "lazy", kv_bytes, model is tiny) for name in ENGINES}
+        names = _engines(arms)
+        specs = {name: _spec(options, model, name, kv_bytes, model is tiny) for name in names}
         if model is not tiny:
-            specs |= {f"gate {name}": _spec(options, tiny, name == "lazy", GATE_KV_BYTES, True) for name in ENGINES}
+            specs |= {f"gate {name}": _spec(options, tiny, name, GATE_KV_BYTES, True) for name in names}
         tell(f"Starting {len(specs)} engines ...")
         with engines(specs) as running:
             for name, engine in running.items():
                 result.engines[name] = engine.ready()
             prefix = "" if model is tiny else "gate "
-            result.gate = gate.examine(
-                running[f"{prefix}stock"], running[f"{prefix}lazy"], tiny.folder, tiny.vocabulary
-            )
+            of_gate = {name: running[f"{prefix}{name}"] for name in names}
+            result.gate = gate.examine(of_gate, tiny.folder, tiny.vocabulary)
             _check_gate(result, options, tell)
             for name in [name for name in running if name.startswith("gate ")]:
                 running.pop(name).close()
             yield model, running
 
 
-def _spec(options: Options, model: Model, lazy: bool, kv_bytes: int | None, exact: bool) -> Spec:
+def _engines(arms: Collection[str]) -> list[str]:
+    """What serves these arms here; the gate compares the first two in any case."""
+    wanted = ["stock", "lazy"]
+    # It has a worker for CUDA only.
+    if report.gpus() and any(ARMS[name].engine == "materialize" for name in arms):
+        wanted.append("materialize")
+    return wanted
+
+
+def _spec(options: Options, model: Model, engine: str, kv_bytes: int | None, exact: bool) -> Spec:
     arguments = {
         "model": str(model.folder),
         "load_format": "dummy" if model.dummy else None,
@@ -233,7 +242,7 @@ def _spec(options: Options, model: Model, lazy: bool, kv_bytes: int | None, exac
         "enforce_eager": options.eager or None,
         **options.engine_args,
     }
-    return Spec(lazy, arguments, exact, options.capture_sizes)
+    return Spec(engine, arguments, exact, options.capture_sizes)
 
 
 def _check_gate(result: Result, options: Options, tell: Callable[[str], None]) -> None:

@@ -558,5 +558,6 @@ def lib() -> SimpleNamespace:
         MAX_MODEL_LEN=MAX_MODEL_LEN,
         make_config=make_config,
         make_pool=make_pool,
+        Engine=Engine,
         KVTransferConfig=KVTransferConfig,
     )

@@ -94,6 +94,8 @@ ONLY_IMPORTED_BY = {
         "lazyrag.backend.local",
         "lazyrag.backend.tiers.connector",
         "lazyrag.bench.child",
+        # An arm of the benchmark with a scheduler of its own.
+        "lazyrag.bench.materialize",
     ),
     "torch": (
         "lazyrag.backend.plugin",

@@ -105,6 +105,9 @@ class Step:
 class Planner:
     """Plans the steps of one worker.
 
+    Attributes:
+        turns: the table of rotations, a line for every shift there can be.
+
     Args:
         rope: the model's.
         shape: of its attention, on this rank.
@@ -130,7 +133,7 @@ class Planner:
         self._neox = rope.neox
         # A line for every shift that there can be: nothing to compute or send for a request.
         on_device = Rope(rope.inv_freq.to(device), rope.head_size, rope.neox)
-        self._turns = turn_table(on_device, torch.arange(max_model_len, device=device))
+        self.turns = turn_table(on_device, torch.arange(max_model_len, device=device))
         kinds = dispatch.variants(shape, self._gpu).values()
         self._slots = {kind.name: kind.slots(self._gpu, shape.kv_heads) for kind in kinds}
         cells = max(_SLICES * self._slots[kind.name] * kind.tiling.block_m for kind in kinds)
@@ -152,10 +155,8 @@ class Planner:
         """
         segments = [(s.first_block, s.num_tokens, s.visible_from, s.shift) for s in layout.segments]
         context = Context.of(segments, layout.suffix_block)
-        if segments and not 0 <= context.line.min() <= context.line.max() < len(self._turns):
-            raise RuntimeError(
-                f"a segment is moved by {context.line.tolist()} tokens, the table has {len(self._turns)}"
-            )
+        if segments and not 0 <= context.line.min() <= context.line.max() < len(self.turns):
+            raise RuntimeError(f"a segment is moved by {context.line.tolist()} tokens, the table has {len(self.turns)}")
         by_place = Context.of(sorted(segments, key=lambda segment: blocks[segment[0]]), layout.suffix_block)
         all_seen_from = int(context.visible_from[-1]) if segments else 0
         return Reused(context, by_place, all_seen_from, TruePositions(layout), layout.suffix_start)
@@ -213,7 +214,7 @@ class Planner:
             variant, plan = self._in_graphs[bucket]
             tables = make_plan(rows, variant.tiling, self._slots[variant.name], plan.capacity)
             plan.load(tables, block_table)
-        return Step(variant, plan, self._workspace, self._turns, self._neox)
+        return Step(variant, plan, self._workspace, self.turns, self._neox)
 
     def add_graph(self, bucket: Bucket) -> None:
         """Choose the kernel for the steps of a bucket."""
@@ -268,4 +269,4 @@ class Planner:
                 tables = make_plan([Row(1, 64 * variant.tiling.tile)], variant.tiling, slots)
                 plan = DevicePlan(variant.tiling, tables.size, self._device)
                 plan.load(tables, table)
-                Step(variant, plan, self._workspace, self._turns, self._neox).attend(query, kv_cache, output, 1.0)
+                Step(variant, plan, self._workspace, self.turns, self._neox).attend(query, kv_cache, output, 1.0)

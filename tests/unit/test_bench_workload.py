@@ -122,7 +122,7 @@ def test_arrivals_are_a_stream_of_the_rate_that_was_asked_for() -> None:
 def test_only_arms_that_should_find_everything_are_checked_for_it() -> None:
     hot = Workload(documents=2, tokens=8)
     checked = {name for name, arm in ARMS.items() if expects_hits(arm, hot)}
-    assert checked == {"prefix-reorder", "lazy", "perfect", "stock", "plugin"}
+    assert checked == {"prefix-reorder", "lazy", "materialize", "perfect", "stock", "plugin"}
     assert not expects_hits(LAZY, Workload(documents=2, tokens=8, new=True))
     assert not expects_hits(LAZY, Workload(documents=2, tokens=8, pool=4))
 

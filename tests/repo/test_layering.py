@@ -45,7 +45,6 @@ RANKS = (
     {
         "lazyrag.kernels.*",
         "lazyrag.retrievers.*",
-        "lazyrag.questions",
         "lazyrag.segmenter",
         "lazyrag.plan",
         "lazyrag.chat",

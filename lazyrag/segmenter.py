@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 from lazyrag.anchors import MAX_PLACES, AnchorIndex
@@ -83,12 +83,17 @@ class Segmenter:
         if hinted:
             texts = {**texts, **hinted}
             doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
-        starts, ends = _apart(whole) if not hinted else ([], [])
+        in_order = sorted(whole)
+        starts = [] if hinted else [start for start, *_ in in_order]
         cut: list[_Span] = []
         for id, start in doubtful:
             chunk = texts.get(id, "")
-            around = bisect_right(starts, start) - 1
-            if around >= 0 and not text.startswith(chunk[: max(0, ends[around] - start) + 1], start):
+            i = bisect_right(starts, start) - 1
+            if (
+                i >= 0
+                and not text.startswith(chunk[: max(0, in_order[i][1] - start) + 1], start)
+                and _is_apart(in_order, i)
+            ):
                 continue  # it ends inside a whole chunk: it would not be chosen, and adds nothing to what is known
             shown = _num_shared(text, start, chunk)
             if shown and shown == len(chunk):
@@ -122,17 +127,9 @@ def _hinted_places(text: str, hinted: Mapping[ChunkId, str]) -> Iterator[tuple[C
                 number += 1
 
 
-def _apart(spans: Iterable[_Span]) -> tuple[list[int], list[int]]:
-    """Starts and ends, ascending, of the spans that overlap no other."""
-    ordered = sorted(spans)
-    starts, ends = list[int](), list[int]()
-    reach = 0
-    for (start, end, *_), after in zip_longest(ordered, ordered[1:]):
-        if reach <= start and (after is None or end <= after[0]):
-            starts.append(start)
-            ends.append(end)
-        reach = max(reach, end)
-    return starts, ends
+def _is_apart(spans: Sequence[_Span], i: int) -> bool:
+    """Whether one of them, in order, overlaps neither the one before nor the one after."""
+    return all(one[1] <= other[0] for one, other in pairwise(spans[max(0, i - 1) : i + 2]))
 
 
 def _num_shared(text: str, start: int, chunk: str) -> int:

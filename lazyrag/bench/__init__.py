@@ -8,6 +8,9 @@ engines     one process for each engine, started together, measured one at a tim
 child       what runs in such a process
 gate        the answers come first: no figure is printed if they are wrong
 measure     arms take turns, round by round
+segment     how fast chunks are found in prompts, beside Aho-Corasick and str.find; needs no engine
+texts       what it searches: chunks and prompts like a company's
+matcher     the slow and simple way to find chunks, its oracle
 hits        the KV hit ratio, simulated from a trace; needs no engine
 profile     where the milliseconds of one hot request go
 report      rows with machine, versions and commit, as JSON and as tables

@@ -1,12 +1,12 @@
 """Texts that resemble a company's documents, as many as one likes, from a seed.
 
-Words come from a vocabulary whose frequencies follow Zipf's law. Documents are cut into chunks of one length that
-overlap a little, and share boilerplate: many begin with one of a few notices.
+Words come from a vocabulary whose frequencies follow Zipf's law. Documents are cut into chunks of one length, and share
+boilerplate: many begin with one of a few notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ class Corpus:
 
     num_chunks: int
     chunk: int = 800
-    overlap: int = 100
+    overlap: int = 0
     per_document: int = 8
     notice: int = 243
     shared_by_all: bool = False
@@ -107,3 +107,65 @@ def _zipf(count: int) -> npt.NDArray[np.float64]:
     """Frequencies of ranks, by the law of Zipf and Mandelbrot."""
     weights = 1 / (np.arange(count) + 2.7)
     return np.asarray(weights / weights.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and which chunks were put where into it.
+
+    Attributes:
+        text: all of it.
+        chunks: (start, index of the chunk), ascending.
+    """
+
+    text: str
+    chunks: list[tuple[int, int]]
+
+
+def retrieved(
+    chunks: Sequence[str], rng: np.random.Generator, words: Words, *, count: int = 117, length: int = 100_000
+) -> Prompt:
+    """A prompt of `length` characters that shows so many chunks, numbered and with their sources, and goes on in words.
+
+    Args:
+        chunks: to draw from, without repetition.
+        rng: draws.
+        words: for the rest of the text.
+        count: chunks.
+        length: at least what the chunks need.
+    """
+    parts, shown = ["Answer the question from these documents.\n\n"], []
+    at = len(parts[0])
+    for number, index in enumerate(rng.choice(len(chunks), count, replace=False).tolist()):
+        head = f"[Document {number}] (source: reports/{rng.integers(10_000)}.pdf, page {rng.integers(100)})\n"
+        shown.append((at + len(head), index))
+        parts += [head, chunks[index], "\n\n"]
+        at += len(head) + len(chunks[index]) + 2
+    return Prompt("".join([*parts, words.text(max(length - at, 1))]), shown)
+
+
+def puzzling(chunks: Sequence[str], rng: np.random.Generator, words: Words, *, overlap: int) -> str:
+    """A prompt of whole, cut, edited and continued chunks and other text, side by side or with something between.
+
+    Args:
+        chunks: to draw from; neighbours in it may be neighbours in a document.
+        rng: draws.
+        words: for what is no chunk.
+        overlap: characters that neighbours share.
+    """
+    parts = []
+    for _ in range(rng.integers(1, 9)):
+        index = int(rng.integers(len(chunks) - 1))
+        chunk = chunks[index]
+        cut = int(rng.integers(1, len(chunk)))
+        kinds = {
+            "whole": chunk,
+            "with the next one": chunk + chunks[index + 1][overlap:],
+            "beginning": chunk[:cut],
+            "end": chunk[cut:],
+            "edited": f"{chunk[:cut]}*{chunk[cut + 1 :]}",
+            "words": words.text(cut),
+        }
+        parts.append(kinds[rng.choice(list(kinds), p=(0.5, 0.1, 0.1, 0.1, 0.1, 0.1))])
+        parts.append(rng.choice(("\n\n", " ", "", "\n---\n", "</doc>\n<doc>", "\n\n[2] ")))
+    return "".join(parts)

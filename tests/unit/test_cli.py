@@ -485,3 +485,9 @@ def test_version_is_printed() -> None:
 )
 def test_bytes_are_shown_for_people(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+def test_options_of_engines_are_refused_where_none_is_started(run: Run) -> None:
+    result = run("bench", "segment", "--shape", "tiny", "--eager")
+    assert result.exit_code == 2
+    assert "--shape, --eager" in result.stderr

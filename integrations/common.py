@@ -31,7 +31,9 @@ class Connection(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
     model: str | None = Field(default=None, description="Folder or name of the model.")
-    mode: str | None = Field(default=None, description="exact, lazy or lazy-prefix.")
+    mode: Literal["exact", "lazy", "lazy-prefix"] | None = Field(
+        default=None, description="exact, lazy or lazy-prefix."
+    )
     store: Path | str | None = Field(default=None, description="Folder of the document store.")
     preamble: str | None = Field(default=None, description="Fixed text in front of every prompt (mode lazy-prefix).")
     embedder: str | None = Field(default=None, description="Name of the embedding model.")

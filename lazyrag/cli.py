@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import wraps
+from glob import has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeAlias
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol,
 import typer
 
 from lazyrag._version import __version__
-from lazyrag.errors import ConfigError, InputError, LazyRAGError, MissingExtraError
+from lazyrag.errors import ConfigError, InputError, LazyRAGError, MissingExtraError, MissingStoreError
 
 if TYPE_CHECKING:
     from lazyrag.backend.engine import Delta
@@ -138,7 +139,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except LazyRAGError as error:
             logger.debug("The error came from:", exc_info=True)
             say("\n  ".join(part for part in (f"error: {error.what}", error.why, error.fix) if part))
-            usage = isinstance(error, (ConfigError, InputError, MissingExtraError))
+            usage = isinstance(error, (ConfigError, InputError, MissingExtraError, MissingStoreError))
             raise typer.Exit(USAGE if usage else FAILED) from None
         except KeyboardInterrupt:
             say("Interrupted.")
@@ -198,6 +199,9 @@ def ingest(
         feed_server(server, paths, kv, sync, dry_run, fail_fast, quiet, as_json)
     config = load(file, **settings)
     rag = LazyRAG(config)
+    findable = (not path or path == "-" or has_magic(path) or os.path.lexists(path) for path in paths)
+    if rag.store is None and not any(findable):  # no store is made for that
+        raise InputError("There is nothing to ingest:", why=f"{', '.join(paths)} cannot be found.")
     if dry_run:
         with TemporaryDirectory() as folder:  # for a store that does not exist yet, and shall not
             plan = (rag if rag.store else LazyRAG(replace(config, store=Path(folder)))).plan_ingest(paths)
@@ -459,6 +463,8 @@ def explain(
         raise InputError("The prompt cannot be read:", why="it is not UTF-8 text.") from None
     except OSError as error:
         raise InputError("The prompt cannot be read:", why=f"{error.strerror}.") from None
+    if not text:
+        raise InputError("The prompt is empty.")
     if run:
         say("Starting the engine ...")
     rows = LazyRAG(config).explain(text, run=run)

@@ -7,6 +7,7 @@
     │   ├── LoadError            one file could not be read; the rest of the ingest goes on
     │   └── QuotaError           the namespace may not hold more; what it holds stays
     ├── StoreError               the store is damaged, locked or made by something else
+    │   └── MissingStoreError    there is none
     └── EngineError
         ├── EngineStartError     the engine could not start
         │   └── UnsupportedError  a model or engine setting that LazyRAG refuses, with every reason at once
@@ -68,6 +69,10 @@ class QuotaError(InputError):
 
 class StoreError(LazyRAGError):
     """The store is damaged, locked, or belongs to something else."""
+
+
+class MissingStoreError(StoreError):
+    """There is no store in that folder."""
 
 
 class EngineError(LazyRAGError):

@@ -518,6 +518,10 @@ class _HtmlText(HTMLParser):
 # ---------------------------------------------------------------- PDF
 
 
+PLACEHOLDERS = ("untitled", "(anonymous)", "unspecified")
+"""What programs write as the title of a PDF that was given none."""
+
+
 @reader(".pdf")
 def _pdf(data: bytes) -> Parsed:
     pypdf = need("pypdf", extra="pdf")
@@ -537,7 +541,9 @@ def _pdf(data: bytes) -> Parsed:
     for text in texts:
         pages.append(start)
         start += len(text) + 2
-    return Parsed("\n\n".join(texts), str(title).strip() or None if title else None, pages=tuple(pages))
+    title = str(title or "").strip()
+    named = title and title.lower() not in PLACEHOLDERS
+    return Parsed("\n\n".join(texts), title if named else None, pages=tuple(pages))
 
 
 # ---------------------------------------------------------------- JSON lines

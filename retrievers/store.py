@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.errors import InputError, QuotaError, StoreError
+from lazyrag.errors import InputError, MissingStoreError, QuotaError, StoreError
 from lazyrag.retrievers.migrations import is_empty, migrate
 from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, Quota, chunk_id
 
@@ -109,7 +109,7 @@ class Store:
         directory = Path(directory)
         path = directory / FILE_NAME
         if not create and not path.is_file():
-            raise StoreError(
+            raise MissingStoreError(
                 f"There is no store in {directory}.", fix=f"Make one: lazyrag ingest PATH --store {directory}"
             )
         with _translated(path):

@@ -163,6 +163,8 @@ sys.exit(f"loaded {sorted(loaded)}" if loaded else 0)
 def test_a_misspelt_setting_is_an_error(facade: type[Any]) -> None:
     with pytest.raises(ValidationError, match="max_model_length"):
         facade(model="m", max_model_length=3)
+    with pytest.raises(ValidationError, match="lazy-prefix"):
+        facade(model="m", mode="lasy")
 
 
 def test_facades_with_the_same_settings_share_a_client(model_folder: Path) -> None:

@@ -133,6 +133,19 @@ def test_an_empty_path_is_never_the_working_folder(
     assert not list(tmp_path.glob("*.sqlite3"))
 
 
+def test_a_mistyped_path_makes_no_store(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run("ingest", tmp_path / "dcos", tmp_path / "typo.md", "--store", tmp_path / "kb", "--model", model)
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'dcos'}, {tmp_path / 'typo.md'} cannot be found" in result.stderr
+    assert not (tmp_path / "kb").exists()
+
+
+def test_an_empty_prompt_is_not_explained(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").touch()
+    result = run("explain", tmp_path / "prompt.txt", "--model", model)
+    assert (result.exit_code, result.stderr) == (2, "error: The prompt is empty.\n")
+
+
 def test_an_emptied_store_is_damaged(run: Run, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch()
     result = run("ls", "--store", tmp_path)
@@ -434,6 +447,8 @@ def test_doctor_ends_with_1_if_something_does_not_fit(run: Run, model: Path, tmp
         (["ls"], "--store DIR"),
         (["query", "q"], "--store"),
         (["query", "q", "--store", "absent"], "lazyrag ingest PATH --store absent"),
+        (["ls", "--store", "absent"], "lazyrag ingest PATH --store absent"),
+        (["verify", "--store", "absent"], "lazyrag ingest PATH --store absent"),
         (["ingest", ".", "--store", "kb", "--model", "absent/model"], "hf download absent/model"),
         (["ingest", ".", "--store", "kb", "--model", "m", "--mode", "lzy"], "exact, lazy, lazy-prefix"),
         (["ingest", ".", "--store", "kb", "--chunk-size", "0"], "1 or more"),

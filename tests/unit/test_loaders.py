@@ -354,6 +354,11 @@ def pdf(*pages, encrypt=None, title=None):
     return out.getvalue()
 
 
+@pytest.mark.parametrize("title", [None, "untitled", "Untitled"])
+def test_a_pdf_without_a_title_has_none_whatever_its_program_writes(folder, title):
+    assert only(folder({"a.pdf": pdf(["Text."], title=title)})).title is None
+
+
 def test_a_pdf_knows_where_its_pages_begin(folder):
     document = only(folder({"a.pdf": pdf(["First page.", "Second line."], [], ["Third page."], title="A book")}))
     assert document.title == "A book"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`, without blocking the event loop."""
-        call = self._chat_call(messages, kwargs)
+        call = await asyncio.to_thread(self._chat_call, messages, kwargs)
         (answer,) = await self.client.agenerate([call.prompt], call.sampling, tools=call.tools)
         return call.chat_response(answer)
 
@@ -108,7 +109,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As `stream_chat`, without blocking the event loop."""
-        call = self._chat_call(messages, kwargs)
+        call = await asyncio.to_thread(self._chat_call, messages, kwargs)
 
         async def pieces() -> ChatResponseAsyncGen:
             async with aclosing(self.client.astream(call.prompt, call.sampling, tools=call.tools)) as deltas:
@@ -136,7 +137,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As `complete`, without blocking the event loop."""
-        call = self._completion_call(prompt, formatted, kwargs)
+        call = await asyncio.to_thread(self._completion_call, prompt, formatted, kwargs)
         (answer,) = await self.client.agenerate([call.prompt], call.sampling, special=self.special)
         return to_completion(answer, call.model)
 
@@ -154,7 +155,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """As `stream_complete`, without blocking the event loop."""
-        call = self._completion_call(prompt, formatted, kwargs)
+        call = await asyncio.to_thread(self._completion_call, prompt, formatted, kwargs)
 
         async def pieces() -> CompletionResponseAsyncGen:
             async with aclosing(self.client.astream(call.prompt, call.sampling, special=self.special)) as deltas:

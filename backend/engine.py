@@ -28,7 +28,8 @@ class Sampling:
 
     Attributes:
         temperature: 0 is greedy.
-        json_schema: constrains the answer (vLLM's guided decoding).
+        json_schema: the answer is JSON that fits this (vLLM's guided decoding).
+        structural_tag: the answer has this form, a structural tag in vLLM's terms; not together with `json_schema`.
         timeout_s: seconds from `submit` to the last token; then the helpers below cancel the request. None: no limit.
         allowed_token_ids: generate none but these; empty: any. Log-probabilities are the model's own all the same.
     """
@@ -42,6 +43,7 @@ class Sampling:
     logprobs: int | None = None
     ignore_eos: bool = False
     json_schema: Mapping[str, Any] | None = None
+    structural_tag: Mapping[str, Any] | None = None
     timeout_s: float | None = None
     allowed_token_ids: tuple[int, ...] = ()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import tempfile
 import threading
@@ -444,10 +445,9 @@ def check_length(request: Request, max_model_len: int) -> None:
 def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
     """A request's settings as vLLM's SamplingParams, with these `extra_args`."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind
 
     sampling: Sampling = request.sampling
-    schema = sampling.json_schema
     try:
         return SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -459,12 +459,28 @@ def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
             logprobs=sampling.logprobs,
             ignore_eos=sampling.ignore_eos,
             allowed_token_ids=list(sampling.allowed_token_ids) or None,
-            structured_outputs=StructuredOutputsParams(json=dict(schema)) if schema is not None else None,
+            structured_outputs=constraint(sampling),
             output_kind=RequestOutputKind.DELTA,
             extra_args=dict(extra) or None,
         )
     except ValueError as error:
         raise RequestError("A sampling setting is not valid:", why=explanation(error)) from error
+
+
+def constraint(sampling: Sampling) -> Any:
+    """What an answer may look like, as vLLM's StructuredOutputsParams; None: anything.
+
+    Raises:
+        RequestError: it shall look like two things.
+    """
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema, tag = sampling.json_schema, sampling.structural_tag
+    if schema is not None and tag is not None:
+        raise RequestError("A request cannot have both json_schema and structural_tag.")
+    if tag is not None:
+        return StructuredOutputsParams(structural_tag=json.dumps(tag))
+    return StructuredOutputsParams(json=dict(schema)) if schema is not None else None
 
 
 def delta(completion: Any, *, reuse: Reuse | None = None, ttft_s: float | None = None) -> Delta:

@@ -1,10 +1,7 @@
-"""What every façade shares: which client, how to generate, what to report, how tool calls look. No framework here."""
+"""What every façade shares: which client, how to generate, what to report. No framework here."""
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +152,8 @@ class Generation(BaseModel):
         Args:
             client: for the defaults.
             stop: replaces `self.stop` for this call.
-            call: further settings for this call, by the names of this class's fields, or `json_schema`.
+            call: further settings for this call, by the names of this class's fields, `json_schema` or
+                `structural_tag`.
 
         Raises:
             InputError: a name in `call` that is none of these.
@@ -176,7 +174,7 @@ class Generation(BaseModel):
         return Sampling(**values)
 
 
-_PER_CALL = {*Generation.model_fields, "json_schema"}
+_PER_CALL = {*Generation.model_fields, "json_schema", "structural_tag"}
 
 
 # ---------------------------------------------------------------- what came back
@@ -236,140 +234,3 @@ def usage(answers: Iterable[Answer]) -> dict[str, int]:
     answers = list(answers)
     prompt, completion = sum(a.reuse.prompt_tokens for a in answers), sum(len(a.token_ids) for a in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-# ---------------------------------------------------------------- tools
-
-Tool = Mapping[str, Any]
-"""`{"type": "function", "function": {"name", "description", "parameters"}}`, as OpenAI writes it."""
-
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model asks for."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
-
-
-def take_tools(client: Client, call: dict[str, Any]) -> list[Tool] | None:
-    """Take `tools` and `tool_choice` out of a request's settings; a call that the model must make is its `json_schema`.
-
-    Returns:
-        the tools to show to the model; None if there are none.
-
-    Raises:
-        InputError: these are no tools, the model's chat template has no place for any, or `tool_choice` names none of
-            them.
-    """
-    tools = _tools(call.pop("tools", None) or ())
-    choice = choice_of(call.pop("tool_choice", None))
-    if tools and not supports_tools(client):
-        raise InputError(
-            f"The chat template of {client.config.model} has no place for tools.",
-            why="the model was not trained to call any.",
-            fix="Use a model with tool support, or leave the tools out.",
-        )
-    if schema := call_schema(tools, choice):
-        call["json_schema"] = schema
-    return tools if tools and choice != "none" else None
-
-
-def _tools(given: Any) -> list[Tool]:
-    tools = list(given) if isinstance(given, Iterable) else [given]
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InputError(
-                "tools is not a list of tools.",
-                fix='A tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}.',
-            )
-    return tools
-
-
-def supports_tools(client: Client) -> bool:
-    """Whether the model's chat template has a place for tools."""
-    return "tools" in (client.tokenizer.chat_template or "")
-
-
-def choice_of(tool_choice: Any) -> str:
-    """The frameworks' `tool_choice` as "auto", "none", "required" (any of them), or the name of one.
-
-    Raises:
-        InputError: it is a mapping that names no function.
-    """
-    if not tool_choice:
-        return "auto"
-    if isinstance(tool_choice, Mapping):
-        try:
-            return str(tool_choice["function"]["name"])
-        except (KeyError, TypeError):
-            raise InputError("tool_choice names no tool.", fix="Pass its name.") from None
-    return "required" if tool_choice in (True, "any") else str(tool_choice)
-
-
-def call_schema(tools: Sequence[Tool], choice: str) -> Mapping[str, Any] | None:
-    """The JSON schema of a call, if the model must make one.
-
-    Args:
-        tools: those offered.
-        choice: see `choice_of`.
-
-    Raises:
-        InputError: it names none of the tools.
-    """
-    if choice in ("auto", "none"):
-        return None
-    calls: list[Mapping[str, Any]] = []
-    definitions: dict[str, Any] = {}
-    for function in (tool["function"] for tool in tools):
-        if choice in ("required", function["name"]):
-            arguments = dict(function.get("parameters", {}))
-            definitions |= arguments.pop("$defs", {})  # references to them start at the root
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-            )
-    if not calls:
-        raise InputError(
-            "tool_choice names a tool that is not among the tools given.",
-            fix=f"Name one of them: {', '.join(tool['function']['name'] for tool in tools) or 'there are none'}.",
-        )
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**schema, "$defs": definitions} if definitions else schema
-
-
-def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
-    """The calls in a reply, and the text around them.
-
-    Reads JSON in `<tool_call>` tags, or a reply that is JSON as a whole: one call or a list of them, each with `name`
-    and `arguments` (or `parameters`). A reply with anything else, or with a tool that was not offered, is all text.
-    """
-    names = {tool["function"]["name"] for tool in tools}
-    tagged = _TAGGED.findall(text)
-    calls = []
-    for block in tagged or [text.strip().removeprefix("[TOOL_CALLS]")]:
-        try:
-            value = json.loads(block)
-        except ValueError:
-            return text, []
-        for item in value if isinstance(value, list) else [value]:
-            call = _call(item, names)
-            if call is None:
-                return text, []
-            calls.append(call)
-    return _TAGGED.sub("", text).strip() if tagged else "", calls
-
-
-def _call(item: Any, names: set[str]) -> ToolCall | None:
-    if not isinstance(item, dict) or item.get("name") not in names:
-        return None
-    arguments = item.get("arguments", item.get("parameters", {}))
-    return ToolCall(item["name"], arguments) if isinstance(arguments, dict) else None

@@ -960,7 +960,7 @@ def _checked(sampling: Sampling) -> Sampling:
         **dict.fromkeys(("seed", "logprobs"), lambda value: value is None or _is_int64(value)),
         **dict.fromkeys(("temperature", "top_p"), lambda value: _is_number(value) and isfinite(value)),
         "timeout_s": lambda value: value is None or (_is_number(value) and not isnan(value)),
-        "json_schema": lambda value: value is None or isinstance(value, Mapping),
+        **dict.fromkeys(("json_schema", "structural_tag"), lambda value: value is None or isinstance(value, Mapping)),
     }
     wrong = [name for name, fits in wanted.items() if not fits(getattr(sampling, name))]
     if not isinstance(stop, Iterable) or not all(isinstance(text, str) and text for text in stop):

@@ -178,6 +178,7 @@ class OwnSampling(Strict):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool = False
     json_schema: dict[str, Any] | None = None
+    structural_tag: dict[str, Any] | None = None
     timeout_s: float | None = None
     allowed_token_ids: list[Annotated[int, Field(ge=0, le=INT64)]] = []
 

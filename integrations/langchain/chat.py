@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,16 +22,16 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict
 
 from lazyrag.backend.engine import Delta, Sampling
-from lazyrag.chat import Message
-from lazyrag.integrations.common import Heard, Tool, take_tools
+from lazyrag.integrations.common import Heard
 from lazyrag.integrations.langchain.convert import (
     langchain_errors,
     to_chunk,
+    to_last_chunk,
     to_message,
     to_messages,
-    to_single_chunk,
 )
 from lazyrag.integrations.langchain.model import LangChainModel
+from lazyrag.tools import Offer, Reader, offer
 from lazyrag.types import Answer
 
 AnyTool = dict[str, Any] | type | Callable[..., Any] | BaseTool
@@ -58,7 +59,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call = self._call(messages, stop, kwargs)
-            (answer,) = self.client.generate([call.messages], call.sampling, tools=call.tools)
+            (answer,) = self.client.generate([call.offer.messages], call.offer.sampling, tools=call.offer.shown)
             return call.result(answer)
 
     async def _agenerate(
@@ -69,8 +70,8 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with langchain_errors():
-            call = self._call(messages, stop, kwargs)
-            (answer,) = await self.client.agenerate([call.messages], call.sampling, tools=call.tools)
+            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+            (answer,) = await self.client.agenerate([call.offer.messages], call.offer.sampling, tools=call.offer.shown)
             return call.result(answer)
 
     def _stream(
@@ -82,7 +83,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
             call = self._call(messages, stop, kwargs)
-            for delta in self.client.stream(call.messages, call.sampling, tools=call.tools):
+            for delta in self.client.stream(call.offer.messages, call.offer.sampling, tools=call.offer.shown):
                 yield from call.chunks(delta)
 
     async def _astream(
@@ -93,22 +94,25 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
-            call = self._call(messages, stop, kwargs)
-            async with aclosing(self.client.astream(call.messages, call.sampling, tools=call.tools)) as deltas:
+            call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+            deltas = self.client.astream(call.offer.messages, call.offer.sampling, tools=call.offer.shown)
+            async with aclosing(deltas):
                 async for delta in deltas:
                     for chunk in call.chunks(delta):
                         yield chunk
 
     def _call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
-        tools = take_tools(self.client, kwargs)
-        return _Call(to_messages(messages), self._sampling(stop, kwargs), tools, model=self.model_name)
+        tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
+        sampling = self._sampling(stop, kwargs)
+        return _Call(offer(self.client.tokenizer, to_messages(messages), tools, choice, sampling), self.model_name)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[AnyTool] | None = None) -> int:
         """Tokens of the messages as the model sees them, chat template included."""
-        offered = [convert_to_openai_tool(tool) for tool in tools or ()]
+        described = [convert_to_openai_tool(tool) for tool in tools or ()]
         with langchain_errors():
-            return len(self.client.plan(to_messages(messages), tools=offered or None).token_ids)
+            sent = offer(self.client.tokenizer, to_messages(messages), described, None, Sampling())
+            return len(self.client.plan(sent.messages, tools=sent.shown).token_ids)
 
     def bind_tools(
         self,
@@ -120,7 +124,8 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A model that may call these tools.
 
-        The chat template shows them to the model, and calls are read out of its reply.
+        The chat template shows them to the model; one that has no place for tools is told of them in its system message
+        (`lazyrag.tools`). Guided decoding leaves the model no invalid call, and no other answer where it must call.
 
         Args:
             tools: anything that LangChain can describe as a tool.
@@ -128,9 +133,6 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
                 name: it must call that one. "none": it must not call any.
             strict: add `strict` to the tools' descriptions.
             **kwargs: settings of the request.
-
-        Raises:
-            InputError: (by the request) the model's chat template has no place for tools.
         """
         described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         return self.bind(tools=described, tool_choice=tool_choice, **kwargs)
@@ -176,19 +178,22 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
 class _Call:
     """One request in LazyRAG's terms, and the way back."""
 
-    messages: list[Message]
-    sampling: Sampling
-    tools: list[Tool] | None
+    offer: Offer
     model: str
     heard: Heard = field(default_factory=Heard)
+    reader: Reader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = self.offer.reader()
 
     def result(self, answer: Answer) -> ChatResult:
-        return ChatResult(generations=[ChatGeneration(message=to_message(answer, self.model, self.tools or ()))])
+        content, calls = self.offer.read(answer.text)
+        return ChatResult(generations=[ChatGeneration(message=to_message(answer, self.model, content, calls))])
 
     def chunks(self, delta: Delta) -> Iterator[ChatGenerationChunk]:
-        """What to pass on at this delta. With tools it is the whole reply at its end: no sooner can a call be told."""
+        """What to pass on at this delta."""
         answer = self.heard.add(delta)
-        if not self.tools:
-            yield ChatGenerationChunk(message=to_chunk(delta, answer, self.model))
-        elif answer:
-            yield ChatGenerationChunk(message=to_single_chunk(to_message(answer, self.model, self.tools)))
+        for part in self.reader.feed(delta.text, last=answer is not None):
+            yield ChatGenerationChunk(message=to_chunk(part))
+        if answer:
+            yield ChatGenerationChunk(message=to_last_chunk(answer, self.model, self.reader.calls))

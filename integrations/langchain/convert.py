@@ -18,12 +18,12 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import UsageMetadata
-from langchain_core.messages.tool import tool_call
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 from lazyrag import errors
-from lazyrag.backend.engine import Delta
 from lazyrag.chat import Message
-from lazyrag.integrations.common import Tool, parse_tool_calls, report
+from lazyrag.integrations.common import report
+from lazyrag.tools import CallDelta, ToolCall
 from lazyrag.types import Answer, Hit
 
 # ---------------------------------------------------------------- messages in
@@ -96,44 +96,45 @@ def to_usage(answer: Answer) -> UsageMetadata:
     )
 
 
-def to_metadata(answer: Answer, model: str) -> dict[str, Any]:
+def to_metadata(answer: Answer, model: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """What `response_metadata` holds."""
-    return {"model_name": model, "finish_reason": answer.finish_reason, "lazyrag": report(answer)}
+    reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+    return {"model_name": model, "finish_reason": reason, "lazyrag": report(answer)}
 
 
-def to_message(answer: Answer, model: str, tools: Sequence[Tool] = ()) -> AIMessage:
-    """The whole answer as a message; with tools, calls are read out of its text."""
-    content, calls = parse_tool_calls(answer.text, tools) if tools else (answer.text, [])
-    metadata = to_metadata(answer, model)
-    if calls:
-        metadata["finish_reason"] = "tool_calls"
+def to_message(answer: Answer, model: str, content: str, calls: Sequence[ToolCall]) -> AIMessage:
+    """The whole answer as a message."""
     return AIMessage(
         content=content,
-        tool_calls=[tool_call(name=call.name, args=dict(call.arguments), id=call.id) for call in calls],
+        tool_calls=[
+            tool_call(name=call.name, args=dict(call.arguments), id=call.id)
+            for call in calls
+            if not isinstance(call.arguments, str)
+        ],
+        invalid_tool_calls=[
+            invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error="It is no complete JSON object.")
+            for call in calls
+            if isinstance(call.arguments, str)
+        ],
         usage_metadata=to_usage(answer),
-        response_metadata=metadata,
+        response_metadata=to_metadata(answer, model, calls),
     )
 
 
-def to_chunk(delta: Delta, answer: Answer | None, model: str) -> AIMessageChunk:
-    """A piece of a streamed answer; `answer` is the whole one, with the last piece only."""
-    if answer is None:
-        return AIMessageChunk(content=delta.text)
+def to_chunk(part: str | CallDelta) -> AIMessageChunk:
+    """A piece of a streamed answer."""
+    if isinstance(part, str):
+        return AIMessageChunk(content=part)
+    piece = tool_call_chunk(name=part.name, args=part.arguments, id=part.id, index=part.index)
+    return AIMessageChunk(content="", tool_call_chunks=[piece])
+
+
+def to_last_chunk(answer: Answer, model: str, calls: Sequence[ToolCall]) -> AIMessageChunk:
+    """What ends a streamed answer and says how it came about."""
     return AIMessageChunk(
-        content=delta.text,
+        content="",
         usage_metadata=to_usage(answer),
-        response_metadata=to_metadata(answer, model),
-        chunk_position="last",
-    )
-
-
-def to_single_chunk(message: AIMessage) -> AIMessageChunk:
-    """A whole message as a stream of one chunk."""
-    return AIMessageChunk(
-        content=message.content,
-        tool_calls=message.tool_calls,
-        usage_metadata=message.usage_metadata,
-        response_metadata=message.response_metadata,
+        response_metadata=to_metadata(answer, model, calls),
         chunk_position="last",
     )
 

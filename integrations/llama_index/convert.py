@@ -31,7 +31,8 @@ from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_
 from lazyrag.backend.engine import Delta
 from lazyrag.chat import Message
 from lazyrag.errors import InputError
-from lazyrag.integrations.common import Tool, parse_tool_calls, report, usage
+from lazyrag.integrations.common import report, usage
+from lazyrag.tools import ToolCall
 from lazyrag.types import CONTENT, Answer, Chunk, Hit
 
 if TYPE_CHECKING:
@@ -74,13 +75,12 @@ def _to_message(message: ChatMessage) -> Message:
     )
 
 
-def to_chat_response(answer: Answer, model: str, tools: Sequence[Tool] = (), delta: str | None = None) -> ChatResponse:
-    """The whole answer; with tools, calls are read out of its text."""
-    text, calls = parse_tool_calls(answer.text, tools) if tools else (answer.text, [])
-    blocks: list[ContentBlock] = [TextBlock(text=text)]
-    blocks += [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments)) for call in calls
-    ]
+def to_chat_response(
+    answer: Answer, model: str, content: str, calls: Sequence[ToolCall] = (), delta: str | None = None
+) -> ChatResponse:
+    """The whole answer: its words and its calls."""
+    blocks: list[ContentBlock] = [TextBlock(text=content)]
+    blocks += [ToolCallBlock(tool_call_id=c.id, tool_name=c.name, tool_kwargs=c.arguments) for c in calls]
     return ChatResponse(
         message=ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks), delta=delta, **_details(answer, model)
     )

@@ -36,12 +36,10 @@ from lazyrag.integrations.common import (
     Generation,
     Heard,
     StringPrompts,
-    Tool,
-    supports_tools,
-    take_tools,
 )
 from lazyrag.integrations.llama_index.convert import to_chat_delta, to_chat_response, to_completion, to_messages
 from lazyrag.integrations.llama_index.embedding import LazyRAGEmbedding
+from lazyrag.tools import Offer, Tool, offer
 from lazyrag.types import Answer
 
 
@@ -71,7 +69,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
             context_window=self.client.max_model_len,
             num_output=self.max_tokens or config.max_tokens,
             is_chat_model=self._has_template,
-            is_function_calling_model=supports_tools(self.client),
+            is_function_calling_model=self._has_template,
             model_name=self.model_name,
         )
 
@@ -218,16 +216,16 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
 
     def _chat_call(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
-        tools = take_tools(self.client, kwargs)
-        return self._call(to_messages(messages), kwargs, tools)
+        tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
+        sampling = self.sampling(self.client, kwargs.pop("stop", None), kwargs)
+        sent = offer(self.client.tokenizer, to_messages(messages), tools, choice, sampling)
+        return _Call(sent.messages, sent.sampling, self.model_name, sent)
 
     def _completion_call(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> _Call:
-        return self._call(prompt if formatted or not self._has_template else [Message("user", prompt)], kwargs)
-
-    def _call(self, prompt: str | list[Message], kwargs: Mapping[str, Any], tools: list[Tool] | None = None) -> _Call:
         kwargs = dict(kwargs)
         sampling = self.sampling(self.client, kwargs.pop("stop", None), kwargs)
-        return _Call(prompt, sampling, tools, model=self.model_name)
+        sent = prompt if formatted or not self._has_template else [Message("user", prompt)]
+        return _Call(sent, sampling, self.model_name)
 
 
 @dataclass(slots=True)
@@ -236,19 +234,25 @@ class _Call:
 
     prompt: str | list[Message]
     sampling: Sampling
-    tools: list[Tool] | None
     model: str
+    offer: Offer | None = None
     heard: Heard = field(default_factory=Heard)
 
-    def chat_response(self, answer: Answer) -> ChatResponse:
-        return to_chat_response(answer, self.model, self.tools or ())
+    @property
+    def tools(self) -> list[Tool] | None:
+        """Those that the chat template shows."""
+        return self.offer.shown if self.offer else None
+
+    def chat_response(self, answer: Answer, delta: str | None = None) -> ChatResponse:
+        content, calls = self.offer.read(answer.text) if self.offer else (answer.text, [])
+        return to_chat_response(answer, self.model, content, calls, delta)
 
     def chat_pieces(self, delta: Delta) -> Iterator[ChatResponse]:
         answer = self.heard.add(delta)
+        may_call = self.offer is not None and bool(self.offer.names)
         if answer:
-            said = answer.text if self.tools else delta.text
-            yield to_chat_response(answer, self.model, self.tools or (), delta=said)
-        elif not self.tools:
+            yield self.chat_response(answer, answer.text if may_call else delta.text)
+        elif not may_call:
             yield to_chat_delta(delta, self.heard.text)
 
     def completion_piece(self, delta: Delta) -> CompletionResponse:

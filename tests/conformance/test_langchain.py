@@ -32,7 +32,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import tool
-from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
+from langchain_tests.integration_tests import RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel, ValidationError
 
@@ -40,7 +40,6 @@ from lazyrag import errors
 from lazyrag.backend.engine import Request
 from lazyrag.client import LazyRAG
 from lazyrag.integrations import langchain as ours
-from lazyrag.integrations.common import call_schema
 from lazyrag.integrations.langchain import ChatLazyRAG, LazyRAGLLM, LazyRAGRetriever, format_docs
 from lazyrag.integrations.langchain.convert import to_messages
 
@@ -62,7 +61,23 @@ def instance(schema: Any) -> Any:
     return {"integer": 3, "number": 0.5, "array": [], "boolean": True}.get(schema.get("type"), "text")
 
 
+def spoken(format: Any) -> str:
+    """The shortest text of a structural tag's format, words where it admits any."""
+    kind = format["type"]
+    if kind == "json_schema":
+        return json.dumps(instance(format["json_schema"]))
+    if kind == "tag":
+        return str(format["begin"]) + spoken(format["content"]) + str(format["end"])
+    if kind in ("or", "sequence"):
+        parts = [spoken(part) for part in format["elements"]]
+        return parts[0] if kind == "or" else "".join(parts)
+    return str(format["value"]) if kind == "const_string" else "An answer in words."
+
+
 def obedient(request: Request) -> str:
+    """A reply that guided decoding admits."""
+    if request.sampling.structural_tag is not None:
+        return spoken(request.sampling.structural_tag["format"])
     schema = request.sampling.json_schema
     return "An answer in words." if schema is None else json.dumps(instance(schema))
 
@@ -94,30 +109,6 @@ class TestChatModelUnit(ChatModelUnitTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {"lazyrag": self.client}
-
-
-class TestChatModelIntegration(ChatModelIntegrationTests):
-    """The suite for real models, as far as an engine that cannot read can pass it."""
-
-    @pytest.fixture(autouse=True)
-    def _client(self, connect: Connect) -> None:
-        self.client, _ = connect(reply=obedient)
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatLazyRAG
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"lazyrag": self.client}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def supports_model_override(self) -> bool:
-        return False
 
 
 class TestRetriever(RetrieversIntegrationTests):
@@ -579,6 +570,9 @@ def test_bound_tools_are_shown_to_the_model_and_its_call_is_read(connect: Connec
     answer = ChatLazyRAG(lazyrag=client).bind_tools([weather]).invoke("How is the weather?")
     assert '"name": "weather"' in client.tokenizer.decode(engine.requests[0].token_ids)
     assert engine.requests[0].sampling.json_schema is None
+    tag = engine.requests[0].sampling.structural_tag
+    assert tag is not None
+    assert tag["format"]["type"] == "triggered_tags", "words are free, a call is not"
     (call,) = answer.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"city": "Bern"})
     assert call["id"]
@@ -596,7 +590,7 @@ def test_bound_tools_are_shown_to_the_model_and_its_call_is_read(connect: Connec
         ('<tool_call>{"name": "clock", "arguments": {}}', ["clock"]),
         ('{"name": "unheard_of", "arguments": {}}', []),
         ('<tool_call>{"name": "weather", "arguments": "A"}</tool_call>', []),
-        ("<tool_call>{not json}</tool_call>", []),
+        ("So:\n<tool_call>{not json}</tool_call>", []),
         ('{"city": "A"}', []),
         ("It rains.", []),
     ],
@@ -609,7 +603,7 @@ def test_calls_are_read_in_the_forms_that_models_write(connect: Connect, reply: 
     assert answer.content == ("" if calls else reply)
 
 
-async def test_a_stream_with_tools_ends_in_the_call(connect: Connect) -> None:
+async def test_a_call_is_streamed(connect: Connect) -> None:
     client, _ = connect(reply=saying('<tool_call>{"name": "clock", "arguments": {"zone": 1}}</tool_call>'))
     bound = ChatLazyRAG(lazyrag=client).bind_tools([clock])
     whole: AIMessageChunk | None = None
@@ -619,7 +613,10 @@ async def test_a_stream_with_tools_ends_in_the_call(connect: Connect) -> None:
     assert whole is not None
     assert whole.text == ""
     assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("clock", {"zone": 1})]
-    assert [chunk.tool_calls[0]["name"] async for chunk in bound.astream("When?") if chunk.tool_calls] == ["clock"]
+    pieces = [piece async for chunk in bound.astream("When?") for piece in chunk.tool_call_chunks]
+    assert [piece["name"] for piece in pieces if piece["name"]] == ["clock"]
+    assert len(pieces) > 2, "the arguments come piece by piece"
+    assert "".join(piece["args"] or "" for piece in pieces) == '{"zone": 1}'
 
 
 @pytest.mark.parametrize(
@@ -628,7 +625,7 @@ async def test_a_stream_with_tools_ends_in_the_call(connect: Connect) -> None:
 def test_a_forced_call_leaves_the_model_no_other_answer(connect: Connect, choice: Any) -> None:
     client, engine = connect(reply=obedient)
     answer = ChatLazyRAG(lazyrag=client).bind_tools([clock, weather], tool_choice=choice).invoke("Go.")
-    assert engine.requests[0].sampling.json_schema is not None
+    assert engine.requests[0].sampling.structural_tag is not None
     assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("clock", {"zone": 3})]
 
 
@@ -645,19 +642,26 @@ def test_a_tool_choice_that_was_not_offered_is_refused(connect: Connect) -> None
         ChatLazyRAG(lazyrag=client).bind_tools([clock], tool_choice="hammer").invoke("Go.")
 
 
-def test_references_in_a_tools_schema_still_lead_somewhere() -> None:
-    parameters = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
-    schema = call_schema([{"function": {"name": "f", "parameters": parameters}}], "required")
-    assert schema is not None
-    assert schema["$defs"] == {"A": {"type": "integer"}}
-    assert schema["properties"]["arguments"] == {"properties": {"a": {"$ref": "#/$defs/A"}}}
+def test_a_model_that_was_trained_for_no_tools_is_told_of_them_and_must_answer_after_a_result(
+    connect: Connect, folder_without_tools: Path
+) -> None:
+    client, engine = connect(folder_without_tools, reply=obedient)
+    bound = ChatLazyRAG(lazyrag=client).bind_tools([clock])
+    asked = HumanMessage("When is it?")
+    called = bound.invoke([asked])
+    assert [(call["name"], call["args"]) for call in called.tool_calls] == [("clock", {"zone": 3})]
+    answer = bound.invoke([asked, called, clock.invoke(called.tool_calls[0])])
+    assert (answer.content, answer.tool_calls) == ("An answer in words.", [])
+    prompt = client.tokenizer.decode(engine.requests[1].token_ids)
+    assert '{"name": "clock", "arguments": {"zone": 3}}' in prompt
+    assert "Result of clock:\nNoon in 3." in prompt
 
 
-def test_tools_for_a_model_that_takes_none_are_refused(connect: Connect, folder_without_tools: Path) -> None:
-    client, engine = connect(folder_without_tools)
-    with pytest.raises(exceptions.ModelInvalidRequestError, match="no place for tools"):
-        ChatLazyRAG(lazyrag=client).bind_tools([clock]).invoke("Go.")
-    assert engine.requests == []
+def test_a_call_that_was_cut_off_is_an_invalid_one(connect: Connect) -> None:
+    client, _ = connect(reply=saying('<tool_call>{"name": "weather", "arguments": {"city": "A'))
+    answer = ChatLazyRAG(lazyrag=client).bind_tools([weather]).invoke("Go.")
+    assert answer.tool_calls == []
+    assert [(call["name"], call["args"]) for call in answer.invalid_tool_calls] == [("weather", '{"city": "A')]
 
 
 class Person(BaseModel):
@@ -672,7 +676,8 @@ def test_a_structured_answer_is_an_instance_of_the_schema(connect: Connect, meth
     client, engine = connect(reply=obedient)
     answer = ChatLazyRAG(lazyrag=client).with_structured_output(Person, method=method).invoke("Who?")
     assert answer == Person(name="text", age=3)
-    assert engine.requests[0].sampling.json_schema is not None
+    sampling = engine.requests[0].sampling
+    assert (sampling.json_schema is None) != (sampling.structural_tag is None)
 
 
 def test_a_structured_answer_to_a_json_schema_is_a_dict(connect: Connect) -> None:

@@ -273,7 +273,7 @@ def test_metadata_reports_the_true_context_window_and_starts_nothing(
     assert (metadata.context_window, metadata.num_output) == (4096, 77)
     assert (metadata.is_chat_model, metadata.is_function_calling_model) == (True, True)
     assert metadata.model_name == str(model_folder)
-    assert LazyRAGLLM(model=str(folder_without_tools)).metadata.is_function_calling_model is False
+    assert LazyRAGLLM(model=str(folder_without_tools)).metadata.is_function_calling_model is True
     assert LazyRAGLLM(model=str(model_folder), max_model_len=512).metadata.context_window == 512
 
 
@@ -515,14 +515,17 @@ def test_a_structured_prediction_leaves_the_model_no_other_answer(connect: Conne
     client, engine = connect(reply=saying(reply))
     answer = LazyRAGLLM(lazyrag=client).structured_predict(Person, PromptTemplate("Who is {who}?"), who="Ann")
     assert answer == Person(name="Ann", age=4)
-    assert engine.requests[0].sampling.json_schema is not None
+    assert engine.requests[0].sampling.structural_tag is not None
 
 
-def test_tools_for_a_model_that_takes_none_are_refused(connect: Connect, folder_without_tools: Path) -> None:
-    client, engine = connect(folder_without_tools)
-    with pytest.raises(errors.InputError, match="no place for tools"):
-        LazyRAGLLM(lazyrag=client).chat_with_tools(TOOLS, user_msg="How is it?")
-    assert engine.requests == []
+def test_a_model_that_was_trained_for_no_tools_is_told_of_them_and_its_call_is_read(
+    connect: Connect, folder_without_tools: Path
+) -> None:
+    client, engine = connect(folder_without_tools, reply=saying('{"name": "weather", "arguments": {"city": "Bern"}}'))
+    llm = LazyRAGLLM(lazyrag=client)
+    (call,) = llm.get_tool_calls_from_response(llm.chat_with_tools(TOOLS, user_msg="How is it?"))
+    assert (call.tool_name, call.tool_kwargs) == ("weather", {"city": "Bern"})
+    assert '"name": "weather"' in client.tokenizer.decode(engine.requests[0].token_ids)
 
 
 # ---------------------------------------------------------------- retrieval

@@ -48,6 +48,7 @@ RANKS = (
         "lazyrag.segmenter",
         "lazyrag.plan",
         "lazyrag.chat",
+        "lazyrag.tools",
         "lazyrag.loaders",
         "lazyrag.splitter",
         "lazyrag.backend.local",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,9 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call
 from lazyrag import errors
 from lazyrag.chat import Message
 from lazyrag.integrations.common import report
+from lazyrag.records import Record
 from lazyrag.tools import CallDelta, ToolCall
-from lazyrag.types import Answer, Hit
+from lazyrag.types import CONTENT, DOCUMENT, Answer, Chunk, Hit
 
 # ---------------------------------------------------------------- messages in
 
@@ -141,19 +143,69 @@ def to_last_chunk(answer: Answer, model: str, calls: Sequence[ToolCall]) -> AIMe
 
 def to_document(hit: Hit) -> Document:
     """A hit as a document whose text is the chunk's, character by character."""
-    chunk = hit.chunk
+    document = place_to_document(hit.chunk)
+    return Document(
+        page_content=document.page_content,
+        id=document.id,
+        metadata={**document.metadata, "lazyrag_chunk_id": hit.chunk.id, "score": hit.score},
+    )
+
+
+def place_to_document(chunk: Chunk) -> Document:
+    """The document that was stored; of a chunk that came in another way, its text, and where it stands."""
+    if is_record(chunk):
+        stored = json.loads(str(chunk.metadata[CONTENT]))
+        return Document(page_content=stored[_TEXT], metadata=stored["metadata"], id=chunk.document_id)
     metadata = {
-        **chunk.metadata,
+        **{name: value for name, value in chunk.metadata.items() if name not in (CONTENT, DOCUMENT)},
         "lazyrag_chunk_id": chunk.id,
         "source": chunk.source,
         "page": chunk.page,
         "start": chunk.start,
         "end": chunk.end,
-        "score": hit.score,
     }
     if chunk.title is not None:
         metadata["title"] = chunk.title
     return Document(page_content=chunk.text, id=chunk.id, metadata=metadata)
+
+
+_TEXT = "langchain_text"
+
+
+def is_record(chunk: Chunk) -> bool:
+    """Whether `to_record` wrote it."""
+    return str(chunk.metadata.get(CONTENT, "")).startswith(f'{{"{_TEXT}": ')
+
+
+def to_record(document: Document, vector: Sequence[float]) -> Record:
+    """The document, with its vector, for a store.
+
+    Raises:
+        InputError: metadata that JSON cannot hold.
+    """
+    try:
+        content = json.dumps({_TEXT: document.page_content, "metadata": document.metadata}, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise errors.InputError(
+            "A document's metadata cannot be stored:",
+            why=f"{error}.",
+            fix="Metadata is what JSON can hold: texts, numbers, lists, objects.",
+        ) from None
+    seen = {
+        name: value
+        for name, value in document.metadata.items()
+        if isinstance(value, (str, int, float)) and name not in (CONTENT, DOCUMENT)
+    }
+    page = document.metadata.get("page")
+    return Record(
+        str(document.id),
+        document.page_content,
+        source=str(document.metadata.get("source", document.id)),
+        content=content,
+        vector=vector,
+        metadata=seen,
+        page=page if isinstance(page, int) else None,
+    )
 
 
 def format_docs(docs: Iterable[Document]) -> str:

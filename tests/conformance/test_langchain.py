@@ -133,14 +133,26 @@ class TestRetriever(RetrieversIntegrationTests):
 
 
 def test_public_names() -> None:
-    assert ours.__all__ == ["ChatLazyRAG", "LazyRAGLLM", "LazyRAGRetriever", "format_docs"]
+    assert ours.__all__ == [
+        "ChatLazyRAG",
+        "FaissVectorStore",
+        "LazyRAGDocumentIndex",
+        "LazyRAGEmbeddings",
+        "LazyRAGLLM",
+        "LazyRAGRetriever",
+        "RetrievedTexts",
+        "format_docs",
+        "know_retrieved",
+        "wrap_retriever",
+    ]
 
 
 def test_importing_and_constructing_loads_neither_torch_nor_vllm() -> None:
     program = """
 import sys
-from lazyrag.integrations.langchain import ChatLazyRAG, LazyRAGLLM, LazyRAGRetriever
+from lazyrag.integrations.langchain import ChatLazyRAG, FaissVectorStore, LazyRAGLLM, LazyRAGRetriever
 ChatLazyRAG(model="nowhere/model", store="nowhere/store", max_tokens=3)
+FaissVectorStore(model="nowhere/model", store="nowhere/store")
 LazyRAGLLM(model="nowhere/model", store="nowhere/store")
 LazyRAGRetriever(model="nowhere/model", store="nowhere/store")
 loaded = {"torch", "vllm", "transformers", "sentence_transformers", "llama_index"} & set(sys.modules)

@@ -115,8 +115,10 @@ class _Markers:
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         marked = self.controls({name: value for name, value in message.items() if name != "content"})
         content = message["content"]
+        if message["role"] != "assistant":
+            return {**marked, "content": self.mark(content)}
         # The model wrote its own turns: there the tags around its thinking are meant, and templates look for them.
-        parts = _THINKING.split(content) if message["role"] == "assistant" else [content]
+        parts = _THINKING.split(content)
         return {**marked, "content": "".join(part if _THINKING.fullmatch(part) else self.mark(part) for part in parts)}
 
     def controls(self, value: Any) -> Any:

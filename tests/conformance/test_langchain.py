@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate, format_document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import tool
@@ -151,6 +152,7 @@ def test_public_names() -> None:
 def test_importing_and_constructing_loads_neither_torch_nor_vllm() -> None:
     program = """
 import sys
+import textwrap
 import time
 from lazyrag.integrations.langchain import ChatLazyRAG, FaissVectorStore, LazyRAGLLM, LazyRAGRetriever
 ChatLazyRAG(model="nowhere/model", store="nowhere/store", max_tokens=3)
@@ -409,6 +411,96 @@ def test_chunks_stand_behind_a_preamble_that_is_the_system_message(connect: Conn
     assert answer.response_metadata["lazyrag"]["sources"] == ["hbm", "hbm"]
     assert engine.requests[-1].prefix_len >= len(client.tokenizer.encode_plain(preamble))
     assert [segment.chunk_id for segment in engine.requests[-1].segments] == ids[1::-1]
+
+
+# ---------------------------------------------------------------- the ways in which texts reach prompts
+
+TEXT = """\
+The keeper said "nobody crosses the old bridge in winter", and wrote it down for Tom & Ann.
+In the spring of that year the first ferry was built, of oak and copper, at the southern landing.
+It carried forty people, two carts & one cow, and was never late in nine years of service."""
+OTHER = "Letters from the north took seven weeks, and more in winter; the market waited for every one of them. " * 2
+STUFF = PromptTemplate.from_template("{context}\n\nQuestion: what was built?")
+MUSTACHE = PromptTemplate.from_template("{{context}}\n\nQuestion: what was built?", template_format="mustache")
+WHOLE, HEAD, NONE = "whole", "head", "none"
+
+
+def as_document(text: str) -> Document:
+    return Document(page_content=text, metadata={"source": "chronicle.txt", "page": 3})
+
+
+def after_a_tool_call(result: Any) -> list[BaseMessage]:
+    call = {"name": "search", "args": {"query": "ferry"}, "id": "1"}
+    return [
+        HumanMessage("Search."),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage(result, tool_call_id="1"),
+        HumanMessage("Well?"),
+    ]
+
+
+WAYS: dict[str, tuple[Any, list[str], str]] = {
+    "joined": (STUFF.format(context=format_docs(map(as_document, (TEXT, OTHER)))), [WHOLE, WHOLE], ""),
+    "document prompt": (
+        format_document(as_document(TEXT), PromptTemplate.from_template("[{page}] {source}\n{page_content}\n?")),
+        [WHOLE],
+        "",
+    ),
+    "another order": (STUFF.format(context=f"{OTHER}\n---\n{TEXT}"), [WHOLE, WHOLE], ""),
+    "twice": (STUFF.format(context=f"{TEXT}\n\n{OTHER}\n\n{TEXT}"), [WHOLE] * 3, ""),
+    "in a wrapper": (STUFF.format(context=f"<doc id='1'>\n```\n{TEXT}\n```\n</doc>"), [WHOLE], ""),
+    "space around": (STUFF.format(context=f"\n  {TEXT}\t\n\n"), [WHOLE], ""),
+    "content blocks": ([HumanMessage([{"type": "text", "text": TEXT}, {"type": "text", "text": "?"}])], [WHOLE], ""),
+    "pasted by the user": (f"What does this mean: {TEXT}?", [WHOLE], ""),
+    "earlier tool message": (after_a_tool_call(TEXT), [WHOLE], ""),
+    "tool message in blocks": (after_a_tool_call([{"type": "text", "text": TEXT}]), [WHOLE], ""),
+    "truncated": (STUFF.format(context=TEXT[:200]), [HEAD], "Chunks are cut off"),
+    "tail only": (STUFF.format(context=TEXT[100:]), [], ""),
+    "list in the template": (STUFF.format(context=[as_document(TEXT)]), [NONE], "format_docs"),
+    "tool returns JSON": (after_a_tool_call(json.dumps({"text": TEXT})), [], "return a string"),
+    "mustache": (MUSTACHE.format(context=TEXT), [NONE], "{{{name}}}"),
+    "indented": (STUFF.format(context=textwrap.indent(TEXT, "  > ")), [NONE], "Line breaks or spaces were changed"),
+    "other line ends": (STUFF.format(context=TEXT.replace("\n", "\r\n")), [NONE], "Line breaks or spaces were changed"),
+    "summarised": (STUFF.format(context="A ferry of oak carried forty people."), [], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_text_is_reused_or_its_head_or_a_warning_names_the_fix(
+    connect: Connect, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    prompt, expected, warning = WAYS[way]
+    client, engine = connect()
+    lengths = {id: len(client.library.tokens(id)) for id in client.register([TEXT, OTHER])}
+    model = ChatLazyRAG(lazyrag=client, max_tokens=2)
+    model.invoke(prompt)
+    segments = engine.requests[0].segments
+    found = [WHOLE if s.num_tokens == lengths[s.chunk_id] else HEAD for s in segments]
+    if NONE in expected:  # whatever head is still the chunk's own may be reused
+        assert WHOLE not in found
+    else:
+        assert found == expected
+    assert (warning in caplog.text) if warning else not caplog.records
+    caplog.clear()
+    model.invoke(prompt)
+    assert not caplog.records, "it is said once"
+
+
+def test_a_parent_that_is_shown_is_one_chunk_not_its_children(connect: Connect) -> None:
+    client, engine = connect()
+    parent, *_ = client.register([f"{TEXT}\n\n{OTHER}", TEXT, OTHER])
+    ChatLazyRAG(lazyrag=client).invoke(STUFF.format(context=f"{TEXT}\n\n{OTHER}"))
+    assert [segment.chunk_id for segment in engine.requests[0].segments] == [parent]
+
+
+def test_a_system_prompt_is_registered_by_name(connect: Connect) -> None:
+    client, engine = connect()
+    model = ChatLazyRAG(lazyrag=client)
+    id = model.register("system", TEXT)
+    model.invoke([SystemMessage(TEXT), HumanMessage("Well?")])
+    assert [segment.chunk_id for segment in engine.requests[0].segments] == [id]
+    model.register("system", OTHER)
+    assert client.library.registered == [OTHER.strip()]
 
 
 # ---------------------------------------------------------------- callbacks, cache, counting

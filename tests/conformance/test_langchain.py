@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -881,3 +883,16 @@ async def test_twenty_chains_at_once_leave_the_event_loop_free(
         assert len(took) > 100, "callbacks were measured"
         worst.append(max(took))
     assert min(worst) <= 0.02, worst
+
+
+def test_the_example_that_explains_misses_names_each_reason(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["why_no_hit.py", "--model", str(model_folder)])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "why_no_hit.py"), run_name="__main__")
+    shown = dict(re.findall(r"^(\w[^\n]*):\n((?:  [^\n]*\n)+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(shown) == 8
+    assert "reusable" in shown["format_docs"]
+    assert "return a string" in shown["a tool's result as JSON"]
+    assert "{{{name}}}" in shown["a mustache template"]
+    assert "no document's text" in shown["another text"]

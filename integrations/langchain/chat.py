@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.integrations.common import Heard
 from lazyrag.integrations.langchain.convert import (
+    InputError,
     langchain_errors,
     to_chunk,
     to_last_chunk,
@@ -139,7 +140,7 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
 
     def with_structured_output(
         self,
-        schema: dict[str, Any] | type,
+        schema: dict[str, Any] | type | None = None,
         *,
         include_raw: bool = False,
         method: Literal["json_schema", "json_mode", "function_calling"] = "json_schema",
@@ -150,15 +151,24 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
 
         Args:
             schema: a Pydantic class (the answer is an instance of it), a TypedDict or a JSON schema (it is a dict).
+                None, with `method="json_mode"`: any JSON object.
             include_raw: answer `{"raw": message, "parsed": ..., "parsing_error": ...}`.
-            method: "json_schema" admits nothing else while generating; "json_mode" admits any JSON object, of which
-                the prompt must say what it holds; "function_calling" makes the model call a tool with this schema.
+            method: "json_schema" admits nothing else while generating, and so does "json_mode", which elsewhere leaves
+                it to the prompt; "function_calling" makes the model call a tool with this schema.
             strict: as LangChain's `convert_to_json_schema`.
-            **kwargs: further settings for `method="function_calling"`.
+            **kwargs: settings of the request.
+
+        Raises:
+            InputError: there is no schema.
         """
-        if method == "function_calling":
+        if schema is None:
+            if method != "json_mode":
+                raise InputError("There is no schema for the answer.", fix='Give one, or say method="json_mode".')
+            wanted: dict[str, Any] = {"type": "object"}
+        elif method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
-        wanted = {"type": "object"} if method == "json_mode" else convert_to_json_schema(schema, strict=strict)
+        else:
+            wanted = convert_to_json_schema(schema, strict=strict)
         model = self.bind(
             json_schema=wanted,
             ls_structured_output_format={"kwargs": {"method": method}, "schema": wanted},

@@ -794,11 +794,17 @@ def test_a_structured_answer_to_a_json_schema_is_a_dict(connect: Connect) -> Non
     assert ChatLazyRAG(lazyrag=client).with_structured_output(schema).invoke("Who?") == {"age": 3}
 
 
-def test_json_mode_admits_any_object(connect: Connect) -> None:
+def test_json_mode_admits_what_fits_the_schema_or_any_object_without_one(connect: Connect) -> None:
     client, engine = connect(reply=saying('{"name": "Ann", "age": 4}'))
-    answer = ChatLazyRAG(lazyrag=client).with_structured_output(Person, method="json_mode").invoke("Who?")
-    assert answer == Person(name="Ann", age=4)
-    assert engine.requests[0].sampling.json_schema == {"type": "object"}
+    chat = ChatLazyRAG(lazyrag=client)
+    assert chat.with_structured_output(Person, method="json_mode").invoke("Who?") == Person(name="Ann", age=4)
+    assert chat.with_structured_output(method="json_mode").invoke("Who?") == {"name": "Ann", "age": 4}
+    fitting, free = (request.sampling.json_schema for request in engine.requests)
+    assert fitting is not None
+    assert set(fitting["properties"]) == {"name", "age"}
+    assert free == {"type": "object"}
+    with pytest.raises(errors.InputError, match="no schema"):
+        chat.with_structured_output()
 
 
 def test_include_raw_keeps_the_message_and_the_parsing_error(connect: Connect) -> None:

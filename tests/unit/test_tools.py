@@ -253,3 +253,76 @@ def test_the_line_that_announces_words_is_not_said(step: int) -> None:
     assert "".join(parts) == reader.content == 'It rains: {"name": "weather", "arguments": {}}\n'
     assert len(parts) > 3 or step > 1
     assert reader.calls == []
+
+
+# ---------------------------------------------------------------- what guided decoding makes of it
+
+
+@pytest.fixture(scope="module")
+def admits() -> Callable[[Offer, str], bool]:
+    """Whether vLLM's guided decoding lets a model give this whole reply."""
+    xgrammar = pytest.importorskip("xgrammar")
+    vocabulary = [*(chr(n) for n in range(128)), "<end>"]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[128]))
+
+    def ask(sent: Offer, reply: str) -> bool:
+        tag = sent.sampling.structural_tag
+        grammar = xgrammar.Grammar.from_structural_tag(json.dumps(tag))
+        matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(grammar))
+        return bool(matcher.accept_string(reply) and matcher.accept_token(128))
+
+    return ask
+
+
+W_CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
+LONE = '{"name": "weather", "parameters": {"city": "Bern"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "choice", "admitted", "refused"),
+    [
+        (TAGGED, "auto", ["It rains.", f"<tool_call>\n{W_CALL}\n</tool_call>"],
+         ['<tool_call>\n{"name": "hammer"', f"<tool_call>{W_CALL}</tool_call>",
+          '<tool_call>\n{"name": "weather", "arguments": {"city": 5}}\n</tool_call>']),
+        (TAGGED, "any", [f"<tool_call>\n{W_CALL}\n</tool_call>"], ["It rains.", W_CALL]),
+        (BARE, "any", [LONE], ["It rains.", W_CALL, '{"name": "clock", "parameters": {"zone": "x"}}']),
+        (LISTED, "weather", [W_CALL], ["It rains.", '{"name": "clock", "arguments": {"zone": 1}}']),
+        (NO_TOOLS, "auto", [W_CALL, '{"name": "answer"}\nIt rains: {"a"}.'],
+         ["It rains.", '{"name": "hammer", "arguments": {}}', f"{W_CALL} and more"]),
+        (NO_TOOLS, "any", [W_CALL], ['{"name": "answer"}\nIt rains.']),
+    ],
+    ids=["tagged-auto", "tagged-any", "bare-any", "listed-one", "words-auto", "words-any"],
+)  # fmt: skip
+def test_guided_decoding_admits_valid_calls_and_they_are_read(
+    made: Callable[[str], Tokenizer],
+    admits: Callable[[Offer, str], bool],
+    template: str,
+    choice: str,
+    admitted: list[str],
+    refused: list[str],
+) -> None:
+    sent = given(made, template, choice)
+    for reply in admitted:
+        assert admits(sent, reply), reply
+        content, calls = sent.read(reply)
+        if "Bern" in reply:
+            assert (content, [(call.name, call.arguments) for call in calls]) == ("", [("weather", {"city": "Bern"})])
+        else:
+            assert (content, calls) == (reply.removeprefix('{"name": "answer"}\n'), [])
+    for reply in refused:
+        assert not admits(sent, reply), reply
+
+
+def test_references_in_a_tools_schema_still_lead_somewhere(
+    made: Callable[[str], Tokenizer], admits: Callable[[Offer, str], bool]
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "required": ["a"],
+        "$defs": {"A": {"type": "integer"}},
+    }
+    one = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    sent = offer(made(NO_TOOLS), QUESTION, [one, tool("g")], "any", Sampling())
+    assert admits(sent, '{"name": "f", "arguments": {"a": 5}}')
+    assert not admits(sent, '{"name": "f", "arguments": {"a": "five"}}')

@@ -1,6 +1,8 @@
 """Documents -> store. First a plan that can be shown, then a run that can be stopped at any moment and started again.
 
-    parse -> split -> embed -> store (one transaction a document) -> delete -> embed what has no vector -> index -> warm
+    parse -> split -> embed -> store (one transaction a document) -> delete -> embed what has no vector -> index
+                                  |
+                                  +-> warm, at the same time; then what was stored before and is not warm
 
 Nothing is remembered of an interrupted run, because nothing needs to be: what is in the store is whole, so the next
 plan finds it unchanged, and chunks that have no vector, or whose KV is not known to be kept, are embedded and warmed. A
@@ -10,6 +12,8 @@ changed document replaces its old version in one step; chunks that it keeps are 
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -50,6 +54,7 @@ PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
 EMBED_BATCH = 64
 _GROUP = 256  # chunks that are split before their documents are embedded and stored
 _MARK = 32  # warmed chunks that are journaled at once
+_AHEAD = 512  # chunks that wait for the engine
 
 Warm: TypeAlias = Callable[[Iterable[tuple[ChunkId, Sequence[int]]]], Iterator[tuple[ChunkId, Reuse | Exception]]]
 """Computes (or finds) the KV of chunks given as id and tokens; `lazyrag.backend.engine.warm`, bound to an engine."""
@@ -328,6 +333,89 @@ def _compare(
     return new, changed, unchanged
 
 
+class _Warming:
+    """Has chunks computed from a thread of its own: the engine works while documents are read, split and embedded.
+
+    Args:
+        warm: computes them.
+        note: called in that thread with each result.
+    """
+
+    def __init__(self, warm: Warm, note: Callable[[ChunkId, Reuse | Exception], None]) -> None:
+        self._note = note
+        self._chunks: queue.Queue[tuple[ChunkId, tuple[int, ...]] | None] = queue.Queue(_AHEAD)
+        self._results: queue.SimpleQueue[tuple[ChunkId, Reuse | Exception] | BaseException | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(warm,), name="lazyrag-warm", daemon=True)
+        self._thread.start()
+
+    def offer(self, chunk: tuple[ChunkId, tuple[int, ...]]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        """Have a chunk computed; while too many wait, the results of others. After an error nothing is taken."""
+        while not self._is_over:
+            try:
+                self._chunks.put_nowait(chunk)
+            except queue.Full:
+                yield from self._next(wait=True)
+            else:
+                return
+
+    def results(self) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        """What has come by now."""
+        while not self._is_over and not self._results.empty():
+            yield from self._next(wait=False)
+
+    def finish(self) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        """Wait for all.
+
+        Raises:
+            BaseException: what the engine's side ended with.
+        """
+        yield from self._end()
+        while not self._is_over:
+            yield from self._next(wait=True)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop after what is under way. Idempotent."""
+        self._stopping.set()
+        for _ in self._end():
+            pass
+        self._thread.join()
+
+    def _end(self) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        while not self._is_over:
+            try:
+                self._chunks.put_nowait(None)
+            except queue.Full:
+                yield from self._next(wait=True)
+            else:
+                return
+
+    def _next(self, *, wait: bool) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
+        item = self._results.get(block=wait)
+        if item is None or isinstance(item, BaseException):
+            self._is_over, self._error = True, item
+        else:
+            yield item
+
+    def _run(self, warm: Warm) -> None:
+        try:
+            for id, result in warm(self._given()):
+                self._note(id, result)
+                self._results.put((id, result))
+        except BaseException as error:
+            self._results.put(error)
+        else:
+            self._results.put(None)
+
+    def _given(self) -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        while (chunk := self._chunks.get()) is not None and not self._stopping.is_set():
+            yield chunk
+
+
 @dataclass(slots=True)
 class _Ready:
     """A document that waits to be stored."""
@@ -348,22 +436,36 @@ class _Run:
         self._added = self._changed = self._deleted = 0
         self._chunks_added = self._chunks_removed = self._embedded = self._warmed = 0
         self._split = self._stored = self._to_embed = 0
+        self._warming: _Warming | None = None
+        self._fingerprint: str | None = None
+        self._given = self._done = self._kept = self._beyond = 0
+        self._offered: dict[ChunkId, tuple[int, ...]] = {}  # chunks that the store does not know to be warm
+        self._unmarked: dict[ChunkId, tuple[int, ...]] = {}
 
     def events(self, sync: bool, warm: Warm | None, fingerprint: str | None) -> Iterator[Progress | Summary]:
         plan, store = self._plan, self._store
         store.require(**plan.settings)
         key = store.start_run(plan.namespace)
+        if warm is not None:
+            self._fingerprint = fingerprint
+            if plan.quota.kv_bytes is not None and fingerprint:
+                self._kept = kv_bytes(store, plan.namespace)
+            self._warming = _Warming(warm, self._note)
         try:
             yield from self._documents()
             if sync:
                 yield from self._delete()
-        finally:
             remove_doomed_kv(store)
-        if plan.embedder is not None:
-            yield from self._complete(plan.embedder)
-            yield self._index()
-        if warm is not None:
-            yield from self._warm(warm, fingerprint)
+            if plan.embedder is not None:
+                yield from self._complete(plan.embedder)
+                yield self._index()
+            if self._warming is not None:
+                yield from self._rest()
+        finally:
+            if self._warming is not None:
+                self._warming.close()
+                self._mark()
+            remove_doomed_kv(store)
         summary = self._summary(sync)
         counts = asdict(replace(summary, failed=())) | {"failed": [failure.source for failure in summary.failed]}
         store.finish_run(key, counts)
@@ -421,6 +523,10 @@ class _Run:
             self._changed += source.id not in new
             self._stored += 1
             yield self._progress(STORE, self._stored, total)
+            if self._warming is not None:
+                new_chunks = set(change.added)
+                chunks = {encoded.chunk.id: encoded.token_ids for encoded in ready.chunks}
+                yield from self._offer((id, tokens) for id, tokens in chunks.items() if id in new_chunks)
 
     def _embed(
         self, embedder: Embedder, texts: Mapping[ChunkId, str], vectors: dict[ChunkId, NDArray[np.float32]]
@@ -459,58 +565,69 @@ class _Run:
             return self._failure(INDEX, 1, 1, str(index.path), error)
         return self._progress(INDEX, 1, 1)
 
-    def _warm(self, warm: Warm, fingerprint: str | None) -> Iterator[Progress]:
-        namespace = self._plan.namespace
-        key = fingerprint or ""  # nothing is ever noted under the empty one
-        total = self._store.num_unwarmed(key, namespace)
-        unmarked: dict[ChunkId, tuple[int, ...]] = {}
-        sent: dict[ChunkId, tuple[int, ...]] = {}
-        done = beyond = 0
+    # ------------------------------------------------------------ warming
+
+    def _offer(self, chunks: Iterable[tuple[ChunkId, tuple[int, ...]]]) -> Iterator[Progress]:
+        """Give chunks to the engine, within the quota; what it has done meanwhile is told."""
+        assert self._warming is not None
         most = self._plan.quota.kv_bytes
-        kept = 0 if most is None or not fingerprint else kv_bytes(self._store, namespace)
+        for id, tokens in chunks:
+            if not tokens or id in self._offered:
+                continue
+            needed = len(tokens) * self._bytes_per_token
+            self._offered[id] = tokens
+            if most is not None and self._fingerprint and self._kept + needed > most:
+                self._beyond += 1
+                continue
+            self._kept += needed
+            self._given += 1
+            for result in self._warming.offer((id, tokens)):
+                yield from self._take(*result)
+        for result in self._warming.results():
+            yield from self._take(*result)
 
-        def chunks() -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
-            nonlocal kept, beyond
-            for id, tokens in self._store.unwarmed(key, namespace):
-                needed = len(tokens) * self._bytes_per_token
-                if most is not None and fingerprint and kept + needed > most:
-                    beyond += 1
-                    continue
-                kept += needed
-                sent[id] = tokens
-                yield id, tokens
+    def _take(self, id: ChunkId, result: Reuse | Exception) -> Iterator[Progress]:
+        """Note what became of a chunk."""
+        self._done += 1
+        if isinstance(result, Exception):
+            if isinstance(result, EngineDeadError) or not isinstance(result, LazyRAGError):
+                raise result
+            yield self._failure(WARM, self._done, self._given, id, result)
+            return
+        self._warmed += 1
+        yield self._progress(WARM, self._done, self._given)
 
-        def mark() -> None:
-            if fingerprint and unmarked:
-                self._store.mark_warm(unmarked, fingerprint, namespace)
-                self._store.doom(unmarked, namespace)  # another process may have deleted one while it was computed
-                unmarked.clear()
+    def _note(self, id: ChunkId, result: Reuse | Exception) -> None:
+        """Called in the engine's thread, so that a kill costs little whatever the other one is busy with."""
+        # Without sources the engine took it for ordinary text, and keeps nothing.
+        if self._fingerprint and isinstance(result, Reuse) and result.sources:
+            self._unmarked[id] = self._offered[id]
+            if len(self._unmarked) == _MARK:
+                self._mark()
 
-        try:
-            for id, result in warm(chunks()):
-                done += 1
-                tokens = sent.pop(id)
-                if isinstance(result, Exception):
-                    if isinstance(result, EngineDeadError) or not isinstance(result, LazyRAGError):
-                        raise result
-                    yield self._failure(WARM, done, total, id, result)
-                    continue
-                self._warmed += 1
-                if result.sources:  # else the engine took it for ordinary text, and keeps nothing
-                    unmarked[id] = tokens
-                if len(unmarked) == _MARK:
-                    mark()
-                yield self._progress(WARM, done, total)
-            if beyond:
-                full = QuotaError(
-                    f"KV of {beyond} chunks is not kept:",
-                    why=f"the namespace may keep {most} bytes. They are computed when they are used.",
-                    fix="Delete documents, or have the quota raised.",
-                )
-                yield self._failure(WARM, done, total, namespace or "the store", full)
-        finally:
-            mark()
-            remove_doomed_kv(self._store)
+    def _mark(self) -> None:
+        """Note as warm what the engine keeps; from then on the store says that it need not be offered."""
+        chunks, namespace = self._unmarked, self._plan.namespace
+        if chunks and self._fingerprint:
+            self._store.mark_warm(chunks, self._fingerprint, namespace)
+            self._store.doom(chunks, namespace)  # another process may have deleted one while it was computed
+            for id in chunks:
+                del self._offered[id]
+            self._unmarked = {}
+
+    def _rest(self) -> Iterator[Progress]:
+        """What was in the store already and is not warm; then wait for all."""
+        assert self._warming is not None
+        yield from self._offer(self._store.unwarmed(self._fingerprint or "", self._plan.namespace))
+        for result in self._warming.finish():
+            yield from self._take(*result)
+        if self._beyond:
+            full = QuotaError(
+                f"KV of {self._beyond} chunks is not kept:",
+                why=f"the namespace may keep {self._plan.quota.kv_bytes} bytes. They are computed when they are used.",
+                fix="Delete documents, or have the quota raised.",
+            )
+            yield self._failure(WARM, self._done, self._given, self._plan.namespace or "the store", full)
 
     # ------------------------------------------------------------ events
 

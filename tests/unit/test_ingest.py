@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -468,6 +469,48 @@ def test_a_dead_engine_stops_the_run_but_nothing_done_is_lost(store, docs, error
     engine = Engine()
     assert summary_of(store, docs.folder, warm=engine.warm, fingerprint="f").unchanged == 3
     assert sorted(engine.warmed) == ["bad", "late"]
+
+
+def test_the_engine_works_while_documents_are_embedded(store, docs):
+    begun = threading.Event()
+
+    class Waiting(HashEmbedder):
+        def embed_documents(self, texts):
+            if any("last" in text for text in texts):
+                assert begun.wait(60), "nothing was computed before all was embedded"
+            return super().embed_documents(texts)
+
+    def warm(chunks):
+        for id, ids in chunks:
+            begun.set()
+            yield id, Reuse(len(ids), 0, (COMPUTED,))
+
+    docs(**{f"d{i}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(100)) for i in range(4)}, last="the last one")
+    assert summary_of(store, docs.folder, warm=warm, fingerprint="f", embedder=Waiting()).warmed == 401
+
+
+def test_an_engine_that_is_slow_is_not_given_more_than_waits_for_it(store, docs):
+    """And closing the run in between loses nothing that was computed."""
+    ahead, most = 0, 0
+
+    def warm(chunks):
+        nonlocal ahead, most
+        for id, ids in chunks:
+            ahead = store.stats()["chunks"] - len(list(store.warm()))
+            most = max(most, ahead)
+            yield id, Reuse(len(ids), 0, (COMPUTED,))
+
+    docs(**{f"d{i}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(300)) for i in range(6)})
+    events = run(make_plan(store, docs.folder), warm=warm, fingerprint="f")
+    for event in events:
+        if event.stage == WARM and event.done == 700:
+            break
+    events.close()
+    assert most <= 512 + 600 + 32, "the queue, what is being stored, and what is not yet noted"
+    assert 700 <= len(list(store.warm())) < 1800
+    engine = Engine()
+    assert summary_of(store, docs.folder, warm=engine.warm, fingerprint="f").exit_code == 0
+    assert store.num_unwarmed("f") == 0
 
 
 def test_each_engine_has_its_own_warm_chunks_and_an_unnamed_one_has_none(store, docs):

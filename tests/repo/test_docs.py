@@ -84,6 +84,14 @@ def test_every_variable_that_the_code_reads_is_known(modules: dict[str, Path], r
     assert unknown == set(), "name them in config.OTHER_VARIABLES"
 
 
+# ---------------------------------------------------------------- examples
+
+
+def test_examples_are_short(root: Path) -> None:
+    paths = {path for path in (root / "examples").glob("*.py") if path.name not in ("demo.py", "models.py")}
+    assert {path.name for path in paths if len(path.read_text(encoding="utf-8").splitlines()) >= 60} == set()
+
+
 # ---------------------------------------------------------------- complaints
 
 

@@ -19,7 +19,6 @@ from lazyrag.errors import RequestTimeoutError
 from lazyrag.types import ChunkId, Citation, Reuse, Segment
 
 WARMED_AT_ONCE = 16
-MODES = ("exact", "lazy", "lazy-prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Request:
 
     Attributes:
         segments: the reusable runs of `token_ids`, ordered, disjoint; at least one literal token follows the last.
-        prefix_len: see `PromptPlan`.
+        prefix_len, sink: see `PromptPlan`. Any engine that reuses chunks takes requests of any mode.
         namespace: tenant; KV is never shared between namespaces. Empty: the default namespace.
     """
 
@@ -63,6 +62,7 @@ class Request:
     prefix_len: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     namespace: str = ""
+    sink: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ class EngineInfo:
 
     Attributes:
         tokenizer: folder with tokenizer.json and tokenizer_config.json.
-        mode: one of `MODES`.
+        mode: the `ReuseMode` of requests that say nothing else, as text. An engine of mode exact reuses no chunks for
+            any request.
         max_model_len: tokens of prompt and answer together.
         kv_bytes_per_token: over all layers, K and V.
         fingerprint: of model weights, tokenizer, dtype, RoPE and KV format; KV with another one is not usable.
@@ -284,6 +285,7 @@ def warm(
     *,
     tail: int,
     prefix: Sequence[int] = (),
+    sink: Sequence[int] = (),
     namespace: str = "",
     batch: int = WARMED_AT_ONCE,
 ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
@@ -296,7 +298,8 @@ def warm(
         engine: the engine to warm.
         chunks: (chunk id, token ids) pairs.
         tail: a literal token to stand behind the chunk (a prompt cannot end in a segment).
-        prefix: the engine's preamble (mode `lazy-prefix`).
+        prefix: the preamble to compute them behind (mode `prefix`).
+        sink: the tokens to compute them behind (mode `sink`).
         namespace: see `Request`.
         batch: how many chunks are in flight at once.
     """
@@ -311,6 +314,7 @@ def warm(
                 prefix_len=len(prefix),
                 sampling=one,
                 namespace=namespace,
+                sink=sink,
             )
             for cid, ids in group
         ]

@@ -1,8 +1,8 @@
 """An engine without a model: for tests, examples and dry runs.
 
 Answers are a pure function of the prompt's token ids, so two plans with the same ids get the same answer. A chunk's
-blocks are computed once for each namespace and preamble and are resident afterwards, in whatever prompt and at whatever
-position they are used. vLLM's cache of ordinary prompt prefixes is not imitated.
+blocks are computed once for each namespace and preamble or sink and are resident afterwards, in whatever prompt and at
+whatever position they are used. vLLM's cache of ordinary prompt prefixes is not imitated.
 
 All requests in flight advance together, one token a step, on the engine's one thread.
 """
@@ -23,11 +23,12 @@ from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request
 from lazyrag.backend.layout import Span, lay_out
 from lazyrag.backend.local import check_length
 from lazyrag.errors import EngineDeadError, EngineError, InputError, RequestError
+from lazyrag.modes import ReuseMode
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import COMPUTED, DISK, HBM, Reuse, Segment
 
 BlockKey: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Namespace, preamble, and the chunk's tokens up to the block's end."""
+"""Namespace, preamble or sink, and the chunk's tokens up to the block's end."""
 
 WORDS = ("blue", "stone", "river", "seven", "light", "under", "paper", "north", "glass", "early", "green", "salt")
 
@@ -52,7 +53,7 @@ class FakeEngine:
 
     Args:
         tokenizer: folder with tokenizer.json and tokenizer_config.json.
-        mode: one of `lazyrag.backend.engine.MODES`.
+        mode: a `ReuseMode` as text.
         model: the name that `info` shows.
         max_model_len: tokens of prompt and answer together.
         block_size: tokens a block.
@@ -80,7 +81,7 @@ class FakeEngine:
         self._info = EngineInfo(
             model=model,
             tokenizer=str(tokenizer),
-            mode=mode,
+            mode=str(ReuseMode.parse(mode)),
             max_model_len=max_model_len,
             block_size=block_size,
             kv_bytes_per_token=0,
@@ -179,9 +180,17 @@ class FakeEngine:
 
     def _check(self, request: Request) -> None:
         check_length(request, self._info.max_model_len)
-        spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
+        spans = [Span(s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in request.segments]
+        block_size = self._info.block_size
         try:
-            lay_out(request.token_ids, spans, prefix_len=request.prefix_len, block_size=self._info.block_size, pad=0)
+            lay_out(
+                request.token_ids,
+                spans,
+                prefix_len=request.prefix_len,
+                block_size=block_size,
+                pad=0,
+                sink=request.sink,
+            )
         except InputError as error:
             raise RequestError(error.what, why=error.why, fix=error.fix) from error
 
@@ -203,19 +212,25 @@ class FakeEngine:
             reused += len(preamble) if key in self._resident else 0
             self._resident.add(key)
         sources = []
+        block_size, computed = self._info.block_size, set[int]()
         for segment in request.segments:
-            blocks = list(self._blocks(request, segment, preamble))
-            held = self._resident.issuperset(blocks[segment.offset // self._info.block_size :])
+            blocks = list(self._blocks(request, segment, preamble or tuple(request.sink)))
+            end = -(-(segment.offset + segment.num_tokens) // block_size)
+            start = segment.start - segment.offset
+            # Of a chunk of which several parts are used, all are computed for the first.
+            held = self._resident.issuperset(blocks[segment.offset // block_size : end]) and start not in computed
             reused += segment.num_tokens if held else 0
             sources.append(HBM if held else COMPUTED)
+            computed |= set() if held else {start}
             self._resident.update(blocks)
         return Reuse(len(request.token_ids), reused, tuple(sources))
 
-    def _blocks(self, request: Request, segment: Segment, preamble: tuple[int, ...]) -> Iterator[BlockKey]:
-        """The blocks of the segment's chunk, from the chunk's first to the segment's last."""
-        chunk = tuple(request.token_ids[segment.start - segment.offset : segment.start + segment.num_tokens])
+    def _blocks(self, request: Request, segment: Segment, behind: tuple[int, ...]) -> Iterator[BlockKey]:
+        """The blocks of the segment's chunk."""
+        span = Span(segment.start, segment.num_tokens, segment.offset, segment.chunk_tokens)
+        chunk = tuple(request.token_ids[span.chunk_start : span.chunk_end])
         for start in range(0, len(chunk), self._info.block_size):
-            yield request.namespace, preamble, chunk[: start + self._info.block_size]
+            yield request.namespace, behind, chunk[: start + self._info.block_size]
 
     def _decode(self, request: Request) -> Iterator[Delta]:
         """The reply, token by token. A character that spans tokens comes with its last one."""

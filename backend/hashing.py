@@ -2,7 +2,8 @@
 
 vLLM finds cached blocks by a list of hashes, one a block, and reads each as opaque. An ordinary prompt is one chain:
 each block's hash covers the block's tokens and the hash before it. Here the list holds several chains: one for every
-segment and one for the suffix. Each starts as a prompt of its own (salt and LoRA name in its first block).
+segment and one for the suffix. Each starts as a prompt of its own (salt and LoRA name in its first block); a chunk's
+goes on with the chain of what the chunk was computed behind, a preamble or a sink, if it was.
 
 A block of a chain that further segments become visible in adds, for each of these,
 
@@ -68,49 +69,45 @@ def block_hashes(
     Args:
         layout: the request's.
         token_ids: physical prompt and generated tokens.
-        known: hashes computed so far, a prefix of the list; either empty or at least all segments' blocks.
+        known: hashes computed so far, a prefix of the list; at least those of all segments' blocks (`chunk_hashes`).
         keys: the request's extra keys.
         hash_block: vLLM's hash of one block.
     """
     block_size, end = layout.block_size, len(token_ids) // layout.block_size
-    hashes = list(known)
-    if not hashes:
-        for segment in layout.segments:
-            chain = chunk_hashes(layout, segment, token_ids, hashes, keys, hash_block)
-            hashes += chain[segment.offset // block_size :]
-    suffix = hashes[layout.suffix_block :]
-    seen = [_seen(layout, segment, hashes) for segment in layout.segments]
+    suffix = list(known[layout.suffix_block :])
+    num_known = len(suffix)
+    seen = [_seen(segment, known) for segment in layout.visible]
     tokens = token_ids[layout.suffix_start : end * block_size]
     _extend(suffix, tokens, block_size, seen, keys, hash_block)
-    return (hashes[: layout.suffix_block] + suffix)[len(known) :]
+    return suffix[num_known:]
 
 
 def chunk_hashes(
-    layout: Layout,
-    segment: LaidSegment,
     token_ids: Sequence[int],
-    known: Sequence[BlockHash],
+    *,
+    block_size: int,
+    pad: int,
     keys: ExtraKeys,
     hash_block: HashBlock,
+    behind: BlockHash | None = None,
 ) -> list[BlockHash]:
-    """The hashes of a segment's chunk, from the chunk's first block to the segment's last.
+    """The hashes of a chunk's blocks.
 
     Args:
-        layout: the request's.
-        segment: one of its segments.
-        token_ids: the physical prompt.
-        known: the request's hashes, at least those of the preamble if the chunk is behind it.
+        token_ids: the chunk's.
+        block_size: tokens a block.
+        pad: token id of the pads that fill the last block up.
         keys: the request's extra keys.
         hash_block: vLLM's hash of one block.
+        behind: hash of the last block of what the chunk is computed behind; None if it is computed alone.
     """
-    seen = [_seen(layout, layout.segments[0], known)] if segment.behind_prefix else []
     chain: list[BlockHash] = []
-    tokens, num_valid = layout.chunk_tokens(segment, token_ids), segment.offset + segment.num_tokens
-    _extend(chain, tokens, layout.block_size, seen, keys, hash_block, num_valid)
+    tokens = [*token_ids, *[pad] * (-len(token_ids) % block_size)]
+    _extend(chain, tokens, block_size, (), keys, hash_block, num_valid=len(token_ids), behind=behind)
     return chain
 
 
-def _seen(layout: Layout, segment: LaidSegment, hashes: Sequence[BlockHash]) -> _Seen:
+def _seen(segment: LaidSegment, hashes: Sequence[BlockHash]) -> _Seen:
     return _Seen(segment.visible_from, segment.num_tokens, hashes[segment.last_block], continues=segment.shift == 0)
 
 
@@ -122,15 +119,16 @@ def _extend(
     keys: ExtraKeys,
     hash_block: HashBlock,
     num_valid: int | None = None,
+    behind: BlockHash | None = None,
 ) -> None:
     """Append to a chain the hashes of the whole blocks of `tokens` (from the chain's start) that it lacks.
 
-    `num_valid` of the tokens are no pads, or all of them.
+    `num_valid` of the tokens are no pads, or all of them. The chain goes on from the block `behind`, if there is one.
     """
     for i in range(len(chain), len(tokens) // block_size):
         start = i * block_size
         new = [s for s in seen if start <= s.visible_from < start + block_size]
-        parent = chain[-1] if chain else None
+        parent = chain[-1] if chain else behind
         if parent is None and new and new[0].continues:
             parent = new.pop(0).last_hash
         extra = keys.first if parent is None else keys.rest
@@ -150,7 +148,7 @@ def chunk_key(
 
     Args:
         token_ids: the chunk's valid tokens, from its first one.
-        prefix: the preamble that it was computed behind.
+        prefix: the preamble or the sink that it was computed behind.
         salt: the namespace's cache salt.
         lora: the adapter's name.
     """

@@ -39,11 +39,11 @@ from lazyrag.errors import (
     EngineStartError,
     RequestError,
 )
+from lazyrag.modes import ReuseMode, default_block_size
 from lazyrag.types import COMPUTED, DISK, HBM, Reuse
 
 SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
-CPU_BLOCK_SIZE = 32  # the smallest that vLLM's own CPU attention takes, so both sides of a comparison can use it
 THREAD = "lazyrag-engine"
 PLUGIN = "lazyrag.backend.plugin"
 
@@ -55,10 +55,11 @@ class LocalEngine:
 
     Args:
         model: folder of a Hugging Face checkpoint.
-        mode: one of `lazyrag.backend.engine.MODES`.
+        mode: a `ReuseMode` as text. In mode exact the engine is plain vLLM; any other is a default, and requests may
+            have others.
         dtype: as vLLM's `--dtype`.
         max_model_len: None for the model's own.
-        block_size: tokens a KV block; None for a default that suits the device.
+        block_size: tokens a KV block; None for a default that suits the device and the mode.
         kv_cache_bytes: size of the KV pool; None for vLLM's choice on a GPU, 1 GiB on a CPU.
         kv_root: folder for the KV of chunks; None keeps it in the pool only.
         kv_disk_bytes: limit for `kv_root`; None for no limit.
@@ -87,6 +88,7 @@ class LocalEngine:
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_process()
+        reuse_mode = ReuseMode.parse(mode)
         arguments: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
@@ -97,13 +99,13 @@ class LocalEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        arguments |= device_arguments(arguments)
-        if mode != "exact":
-            arguments |= plugin_arguments(mode, debug)
+        arguments |= device_arguments(arguments, reuse_mode)
+        if not reuse_mode.is_exact:
+            arguments |= plugin_arguments(debug)
             if kv_root is not None:
                 arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
         arguments |= with_own_config(engine_args or {}, arguments)
-        self._mode = mode
+        self._mode = reuse_mode
         self._engine_args = dict(engine_args or {})
         self._counters: Counter[str] = Counter()
         self._ids = itertools.count()
@@ -163,7 +165,7 @@ class LocalEngine:
         return EngineInfo(
             model=model.model,
             tokenizer=model.tokenizer,
-            mode=self._mode,
+            mode=str(self._mode),
             max_model_len=model.max_model_len,
             block_size=config.cache_config.block_size,
             kv_bytes_per_token=2 * layers * heads * size * model.dtype.itemsize,
@@ -275,12 +277,12 @@ class LocalEngine:
 
     def _in_parts(self, request: Request, *, send_everything: bool) -> tuple[list[int], dict[str, Any]]:
         """The tokens that vLLM is given, and what makes the request a lazy one."""
-        if self._mode == "exact" or not (request.segments or request.prefix_len):
+        if self._mode.is_exact or not (request.segments or request.prefix_len):
             return list(request.token_ids), {}
-        spans = [Span(s.start, s.num_tokens, s.offset) for s in request.segments]
+        spans = [Span(s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in request.segments]
         check_spans(spans, request.prefix_len, len(request.token_ids))
         literals, contents = take_apart(request.token_ids, spans, request.prefix_len)
-        identities: list[object] = [(segment.chunk_id, segment.offset) for segment in request.segments]
+        identities: list[object] = [segment.chunk_id for segment in request.segments]
         if request.prefix_len:
             identities.insert(0, "preamble")
         runs = list(zip(identities, contents, strict=True))
@@ -288,7 +290,7 @@ class LocalEngine:
             names, sent = self._sender.names(runs, everything=send_everything)
         except ValueError as error:
             raise RequestError("The tokens of a segment are not valid:", why=f"{error}.") from None
-        return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent))
+        return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent, request.sink))
 
     def _count(self, reuse: Reuse) -> None:
         self._counters.update(
@@ -312,7 +314,7 @@ def prepare_process() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
-def device_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def device_arguments(arguments: Mapping[str, Any], mode: ReuseMode) -> dict[str, Any]:
     """Defaults where vLLM's own do not suit the CPU."""
     try:
         from vllm.platforms import current_platform
@@ -325,17 +327,17 @@ def device_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not current_platform.is_cpu():
         return {}
     return {
-        "block_size": arguments["block_size"] or CPU_BLOCK_SIZE,
+        "block_size": arguments["block_size"] or default_block_size(mode),
         "kv_cache_memory_bytes": arguments["kv_cache_memory_bytes"] or CPU_KV_BYTES,
         "enforce_eager": True,  # compiling takes 95 s on two cores and gains little there
     }
 
 
-def plugin_arguments(mode: str, debug: bool) -> dict[str, Any]:
+def plugin_arguments(debug: bool) -> dict[str, Any]:
     """What makes a vLLM engine a LazyRAG engine."""
     from vllm.platforms import current_platform
 
-    own = {"additional_config": {wire.REPORT: {"mode": mode, "debug": debug}}}
+    own = {"additional_config": {wire.REPORT: {"debug": debug}}}
     if current_platform.is_cpu():
         return own | {
             "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",

@@ -2,10 +2,11 @@
 
 Client -> scheduler (`SamplingParams.extra_args`; fits vLLM's HTTP `vllm_xargs`, which allows flat lists only):
     lazyrag_version  WIRE_VERSION
-    lazyrag_spans    [start, num_tokens, offset, start, num_tokens, offset, ...]   over the logical prompt
-    lazyrag_prefix   number of tokens of the shared preamble (mode lazy-prefix), 0 or absent otherwise
-    lazyrag_names    [name, ...] of the tokens of the preamble, if there is one, and of each span (contents.py). The
-                     request's own tokens are then the literal ones only. Absent: they are all of the logical prompt
+    lazyrag_spans    [start, num_tokens, offset, chunk_tokens, start, ...]   over the logical prompt (`layout.Span`)
+    lazyrag_prefix   number of tokens of the shared preamble (mode prefix), 0 or absent otherwise
+    lazyrag_sink     [token, ...] that the chunks are computed behind (mode sink), empty or absent otherwise
+    lazyrag_names    [name, ...] of the tokens of the preamble, if there is one, and of each span's chunk (contents.py).
+                     The request's own tokens are then the literal ones only. Absent: they are all of the logical prompt
     lazyrag_contents {name: packed tokens} of those that the engine may not know
 
 Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write it, a client's is dropped):
@@ -20,9 +21,9 @@ Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a cli
 Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
     {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "preamble": one of the same or "",
                  "cached_suffix_tokens": int, "children_computed": int, "children_loaded": int}}
-    `sources` has one entry for each span; `preamble` is the shared preamble's, empty if there is none. A chunk that
-    requests in flight share was loaded or computed for the one that asked first, and so are children counted: the sum
-    over requests is their number. To the others it is "hbm", as it is to those that come later.
+    `sources` has one entry for each span; `preamble` is the shared preamble's or the sink's, empty if there is none. A
+    chunk that requests in flight share was loaded or computed for the one that asked first, and so are children
+    counted: the sum over requests is their number. To the others it is "hbm", as it is to those that come later.
     {"lazyrag": {"error": name of a class in `lazyrag.errors`, "message": str}}   with finish_reason "error"
 """
 
@@ -33,14 +34,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from lazyrag import errors
-from lazyrag.backend.layout import Layout, Span
+from lazyrag.backend.layout import MOST_SINK, Layout, Span
 from lazyrag.errors import InputError, LazyRAGError, RequestError
 
-WIRE_VERSION = 2
-VERSION, SPANS, PREFIX, NAMES, CONTENTS, LAYOUT, CHILD, REPORT = (
+WIRE_VERSION = 3
+VERSION, SPANS, PREFIX, SINK, NAMES, CONTENTS, LAYOUT, CHILD, REPORT = (
     "lazyrag_version",
     "lazyrag_spans",
     "lazyrag_prefix",
+    "lazyrag_sink",
     "lazyrag_names",
     "lazyrag_contents",
     "lazyrag_layout",
@@ -86,22 +88,25 @@ class WireRequest:
     prefix_len: int = 0
     names: Sequence[str] | None = None
     contents: Mapping[str, bytes] = field(default_factory=dict)
+    sink: Sequence[int] = ()
 
 
 def request_to_args(request: WireRequest) -> dict[str, Any]:
     """The `extra_args` of a lazy request; empty for an ordinary one."""
     if not request.spans and not request.prefix_len:
         return {}
-    flat = [number for span in request.spans for number in (span.start, span.num_tokens, span.offset)]
+    flat = [n for span in request.spans for n in (span.start, span.num_tokens, span.offset, span.chunk_tokens)]
     args: dict[str, Any] = {VERSION: WIRE_VERSION, SPANS: flat, PREFIX: request.prefix_len}
+    if request.sink:
+        args[SINK] = list(request.sink)
     if request.names is not None:
         args |= {NAMES: list(request.names), CONTENTS: dict(request.contents)}
     return args
 
 
-def spans_to_args(spans: Sequence[Span], prefix_len: int = 0) -> dict[str, Any]:
+def spans_to_args(spans: Sequence[Span], prefix_len: int = 0, sink: Sequence[int] = ()) -> dict[str, Any]:
     """The `extra_args` of a request whose own tokens are the whole logical prompt."""
-    return request_to_args(WireRequest(spans, prefix_len))
+    return request_to_args(WireRequest(spans, prefix_len, sink=sink))
 
 
 def request_from_args(args: Mapping[str, Any]) -> WireRequest:
@@ -110,7 +115,7 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
     Raises:
         InputError: another wire version, or values of the wrong shape.
     """
-    if not {SPANS, PREFIX, NAMES, CONTENTS} & args.keys():
+    if not {SPANS, PREFIX, SINK, NAMES, CONTENTS} & args.keys():
         return WireRequest()
     if args.get(VERSION) != WIRE_VERSION:
         raise InputError(
@@ -118,10 +123,17 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
             fix="Install the same lazyrag version on both sides.",
         )
     flat, prefix_len = args.get(SPANS) or [], args.get(PREFIX) or 0
-    numbers = [*flat, prefix_len] if isinstance(flat, (list, tuple)) else [None]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(flat) % 3:
-        raise InputError(f"{SPANS} must be a flat list of (start, num_tokens, offset) and {PREFIX} an int, all >= 0.")
-    spans = [Span(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+    sink = args.get(SINK) or ()
+    are_lists = all(isinstance(numbers, (list, tuple)) for numbers in (flat, sink))
+    numbers = [*flat, prefix_len, *sink] if are_lists else [None]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(flat) % 4:
+        raise InputError(
+            f"{SPANS} must be a flat list of (start, num_tokens, offset, chunk_tokens), {PREFIX} an int, and {SINK} a "
+            "list of tokens, all >= 0."
+        )
+    if sink and (prefix_len or len(sink) > MOST_SINK):
+        raise InputError(f"{SINK} is for requests without {PREFIX}, and has {MOST_SINK} tokens at most.")
+    spans = [Span(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     names, contents = args.get(NAMES), args.get(CONTENTS) or {}
     if names is not None and (
         not isinstance(names, (list, tuple))
@@ -131,14 +143,14 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
         raise InputError(f"{NAMES} must have a name for the preamble, if there is one, and one for each span.")
     if not isinstance(contents, Mapping) or not all(isinstance(data, bytes) for data in contents.values()):
         raise InputError(f"{CONTENTS} must map names to packed tokens.")
-    return WireRequest(spans, prefix_len, names, contents)
+    return WireRequest(spans, prefix_len, names, contents, sink)
 
 
 def layout_to_wire(layout: Layout) -> WireLayout:
-    """What the worker needs of a layout."""
+    """What the worker needs of a layout: all that is attended to."""
     return {
         "suffix_block": layout.suffix_block,
-        "segments": [[s.first_block, s.num_blocks, s.num_tokens, s.visible_from, s.shift] for s in layout.segments],
+        "segments": [[s.first_block, s.num_blocks, s.num_tokens, s.visible_from, s.shift] for s in layout.visible],
     }
 
 
@@ -149,7 +161,7 @@ def strip_private(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def strip_sent(args: Mapping[str, Any]) -> dict[str, Any]:
     """`extra_args` without what the scheduler has read and the worker has no use for."""
-    return {key: value for key, value in args.items() if key not in (SPANS, NAMES, CONTENTS)}
+    return {key: value for key, value in args.items() if key not in (SPANS, SINK, NAMES, CONTENTS)}
 
 
 def error_to_params(error: LazyRAGError) -> dict[str, Any]:

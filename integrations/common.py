@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
 
 from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.remote import RemoteRAG
 from lazyrag.client import LazyRAG
 from lazyrag.errors import ConfigError, InputError
+from lazyrag.modes import ReuseMode
 from lazyrag.types import DOCUMENT, Answer, ChunkId, Citation, Reuse
 
 Client: TypeAlias = LazyRAG | RemoteRAG
+Mode: TypeAlias = Annotated[str, AfterValidator(lambda text: str(ReuseMode.parse(text)))]
 
 
 class Connection(BaseModel):
@@ -28,11 +30,9 @@ class Connection(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
     model: str | None = Field(default=None, description="Folder or name of the model.")
-    mode: Literal["exact", "lazy", "lazy-prefix"] | None = Field(
-        default=None, description="exact, lazy or lazy-prefix."
-    )
+    mode: Mode | None = Field(default=None, description="exact, lazy, sink, prefix; lazy+first_k=32, ...")
     store: Path | str | None = Field(default=None, description="Folder of the document store.")
-    preamble: str | None = Field(default=None, description="Fixed text in front of every prompt (mode lazy-prefix).")
+    preamble: str | None = Field(default=None, description="Fixed text in front of every prompt (mode prefix).")
     embedder: str | None = Field(default=None, description="Name of the embedding model.")
     namespace: str | None = Field(default=None, description="Tenant; nothing is shared between namespaces.")
     dtype: str | None = Field(default=None, description="Data type of weights and KV.")

@@ -95,9 +95,11 @@ app.add_typer(kv_app, name="kv")
 # Text, not a Path: an empty one would be the current folder, and is a mistake.
 StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model folder or name. [the store's]")]
-ModeOption = Annotated[str | None, typer.Option("--mode", help="exact, lazy or lazy-prefix. [lazy]")]
+ModeOption = Annotated[
+    str | None, typer.Option("--mode", help="exact, lazy, sink or prefix; also lazy+first_k=32, ... [lazy]")
+]
 PreambleOption = Annotated[
-    str | None, typer.Option("--preamble", help="Fixed beginning of every prompt, for mode lazy-prefix.")
+    str | None, typer.Option("--preamble", help="Fixed beginning of every prompt, for mode prefix.")
 ]
 EmbedderOption = Annotated[str | None, typer.Option("--embedder", help="Embedding model. [minilm]")]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Whose documents.")]

@@ -26,6 +26,7 @@ from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
+from lazyrag.modes import ReuseMode, default_block_size
 from lazyrag.plan import Planner
 from lazyrag.recurring import AutoRegister
 from lazyrag.tokens import Tokenizer
@@ -45,10 +46,7 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[TextPiece] | PromptPlan
 
-DEFAULT_BLOCK_SIZE = 32
-"""For planning without an engine; a running engine says its own."""
-
-REMEMBERED = ("model", "mode", "preamble", "dtype", "embedder")
+REMEMBERED = ("model", "mode", "preamble", "sink", "dtype", "embedder")
 """Settings that a store keeps from its last ingest, so that other commands need not repeat them."""
 
 SYSTEM = "Answer the question from the passages. If they do not hold the answer, say that you do not know."
@@ -210,8 +208,8 @@ class LazyRAG:
         return self.config.max_model_len or context_window(self.model)
 
     @property
-    def _mode(self) -> str:
-        return self._engine.info.mode if self._engine is not None else self.config.mode
+    def _mode(self) -> ReuseMode:
+        return ReuseMode.parse(self._engine.info.mode if self._engine is not None else self.config.mode)
 
     def register(self, texts: Iterable[str] | Mapping[str, str]) -> list[ChunkId]:
         """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
@@ -251,6 +249,7 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> PromptPlan:
         """How a prompt will be sent: which parts are known chunks, in its own order.
 
@@ -261,16 +260,18 @@ class LazyRAG:
             tools: passed to the chat template.
             special: of a prompt that is one text: "allow": control tokens in it are meant, except in what is known to
                 be documents' text; "plain": they are text, wherever they stand.
+            mode: what is reused of its chunks, such as "sink" or "lazy+first_k=32"; None: as the settings say.
 
         Raises:
             InputError: a prompt of another kind, hints that are no list of texts, text that is not Unicode.
+            ConfigError: a mode that cannot be had with these settings.
         """
         if isinstance(prompt, PromptPlan):
             return prompt
         hints = _texts(hints, "hints")
         self.library.refresh()
-        plan = self._plan(prompt, hints, tools, special)
-        if self._auto is not None and self._mode != "exact":
+        plan = self._plan(prompt, hints, tools, special, mode)
+        if self._auto is not None and not self._mode.is_exact:
             self._register_what_recurs(self._auto, prompt, plan)
         if len(self.library) and len(plan.text) >= MIN_CHARS:
             for fix in self._watch.look(plan, self.library.segmenter):
@@ -278,17 +279,28 @@ class LazyRAG:
         return plan
 
     def _plan(
-        self, prompt: Prompt, hints: Sequence[str] = (), tools: Sequence[Any] | None = None, special: str = "allow"
+        self,
+        prompt: Prompt,
+        hints: Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
+        special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> PromptPlan:
         planner = self._planner_for_engine()
+        if mode is not None and planner.mode.is_exact and not ReuseMode.parse(mode).is_exact:
+            raise ConfigError(
+                f"Mode {mode} cannot be had:",
+                why="the engine runs in mode exact, as plain vLLM without what reuses chunks.",
+                fix="Start it in another mode; single requests may then be exact.",
+            )
         if isinstance(prompt, str):
-            return planner.plan_text(prompt, hints=hints, special=special)
+            return planner.plan_text(prompt, hints=hints, special=special, mode=mode)
         parts: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [prompt]
         if parts and all(isinstance(part, TextPiece) for part in parts):
-            return planner.plan_pieces(parts, hints=hints, may_add_bos=True)
+            return planner.plan_pieces(parts, hints=hints, may_add_bos=True, mode=mode)
         is_chat = isinstance(prompt, Sequence) and all(isinstance(part, Message) for part in parts)
         if is_chat and all(isinstance(part.content, str) for part in parts):
-            return planner.plan_pieces(render(self.tokenizer, parts, tools=tools).pieces, hints=hints)
+            return planner.plan_pieces(render(self.tokenizer, parts, tools=tools).pieces, hints=hints, mode=mode)
         raise InputError(
             f"A {type(prompt).__name__} is no prompt.",
             fix="A prompt is a string, or a list of lazyrag.Message whose contents are strings.",
@@ -305,9 +317,9 @@ class LazyRAG:
         self._forget(auto.look(texts, plan.chunk_ids, self.library, self.tokenizer, per_token))
 
     def _planner_for_engine(self) -> Planner:
-        configured = self.config.block_size or DEFAULT_BLOCK_SIZE
-        block_size = self._engine.info.block_size if self._engine is not None else configured
         mode = self._mode
+        configured = self.config.block_size or default_block_size(mode)
+        block_size = self._engine.info.block_size if self._engine is not None else configured
         with self._lock:
             if self._planner is None or (self._planner.block_size, self._planner.mode) != (block_size, mode):
                 self._planner = Planner(
@@ -318,6 +330,7 @@ class LazyRAG:
                     mode=mode,
                     block_size=block_size,
                     preamble=self.config.preamble,
+                    sink=self.tokenizer.encode_template(self.config.sink),
                     min_tokens=self.config.min_tokens,
                 )
             return self._planner
@@ -346,6 +359,7 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> list[Answer]:
         """Answer prompts together, in order. The arguments are those of `plan`.
 
@@ -353,7 +367,7 @@ class LazyRAG:
             EngineError: the first of the prompts' errors.
             InputError: see `plan`.
         """
-        engine, plans, requests = self._prepare(prompts, sampling, hints, tools, special)
+        engine, plans, requests = self._prepare(prompts, sampling, hints, tools, special, mode)
         return self._answers(plans, engines.generate(engine, requests))
 
     async def agenerate(
@@ -364,9 +378,10 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> list[Answer]:
         """As `generate`, without blocking the caller's event loop."""
-        engine, plans, requests = await asyncio.to_thread(self._prepare, prompts, sampling, hints, tools, special)
+        engine, plans, requests = await asyncio.to_thread(self._prepare, prompts, sampling, hints, tools, special, mode)
         return await asyncio.to_thread(self._answers, plans, await engines.agenerate(engine, requests))
 
     def stream(
@@ -377,9 +392,10 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> Iterator[Delta]:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
-        engine, (plan,), (request,) = self._prepare([prompt], sampling, hints, tools, special)
+        engine, (plan,), (request,) = self._prepare([prompt], sampling, hints, tools, special, mode)
         for delta in engines.stream(engine, request):
             yield self._cited(plan, delta) if delta.finish_reason is not None else delta
 
@@ -391,9 +407,10 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, without blocking the caller's event loop."""
-        prepared = await asyncio.to_thread(self._prepare, [prompt], sampling, hints, tools, special)
+        prepared = await asyncio.to_thread(self._prepare, [prompt], sampling, hints, tools, special, mode)
         engine, (plan,), (request,) = prepared
         async with aclosing(engines.astream(engine, request)) as deltas:
             async for delta in deltas:
@@ -444,6 +461,7 @@ class LazyRAG:
         hints: Sequence[str],
         tools: Sequence[Any] | None,
         special: str,
+        mode: str | ReuseMode | None,
     ) -> tuple[Engine, list[PromptPlan], list[Request]]:
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise InputError("prompts is one prompt where a list is meant.", fix="Pass a list: [prompt].")
@@ -453,8 +471,9 @@ class LazyRAG:
         hints = _texts(hints, "hints")
         engine = self.engine  # first: it says the block size and the mode that are planned for
         self._look_at_kv()
-        plans = [self.plan(prompt, hints=hints, tools=tools, special=special) for prompt in prompts]
-        requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, self.config.namespace) for p in plans]
+        plans = [self.plan(prompt, hints=hints, tools=tools, special=special, mode=mode) for prompt in prompts]
+        space = self.config.namespace
+        requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, space, p.sink) for p in plans]
         return engine, plans, requests
 
     def _answers(self, plans: Sequence[PromptPlan], results: Sequence[Delta | Exception]) -> list[Answer]:
@@ -474,16 +493,18 @@ class LazyRAG:
 
     def _cited(self, plan: PromptPlan, last: Delta) -> Delta:
         """The last delta of an answer, with the places that the prompt's chunks come from."""
-        chunks = [piece for piece in plan.pieces if piece.chunk_id is not None]
+        sources = plan.sources(last.reuse)
+        chunks = [
+            (piece.chunk_id, piece, source)
+            for piece, source in zip(plan.pieces, sources, strict=True)
+            if piece.chunk_id is not None
+        ]
         if not chunks:
             return last
         store = self.store
-        ids = [str(piece.chunk_id) for piece in chunks]
-        places = store.spans_of(ids, self.config.namespace) if store is not None else {}
-        sources = iter(last.reuse.sources if last.reuse else ())
+        places = store.spans_of([id for id, *_ in chunks], self.config.namespace) if store is not None else {}
         citations = (
-            Citation(id, next(sources, "") if piece.reuse else "", tuple(_shown(piece, p) for p in places.get(id, ())))
-            for id, piece in zip(ids, chunks, strict=True)
+            Citation(id, source, tuple(_shown(piece, p) for p in places.get(id, ()))) for id, piece, source in chunks
         )
         return replace(last, citations=tuple(citations))
 
@@ -496,13 +517,25 @@ class LazyRAG:
         self, chunks: Iterable[tuple[ChunkId, Sequence[int]]], *, batch: int = engines.WARMED_AT_ONCE
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         engine = self.engine
-        prefix = self._prefix()
         tail = self.tokenizer.encode_plain("\n")[-1]
-        yield from engines.warm(engine, chunks, tail=tail, prefix=prefix, namespace=self.config.namespace, batch=batch)
+        namespace = self.config.namespace
+        yield from engines.warm(
+            engine,
+            chunks,
+            tail=tail,
+            prefix=self._prefix(),
+            sink=self._sink(),
+            namespace=namespace,
+            batch=batch,
+        )
+
+    def _sink(self) -> tuple[int, ...]:
+        """Tokens that chunks are computed behind in mode `sink`; in another one none."""
+        return self._planner_for_engine().sink if self._mode.kind == "sink" else ()
 
     def _prefix(self) -> tuple[int, ...]:
         """Tokens of the preamble as it begins a chat (or, of a model without chat template, a string prompt)."""
-        if self._mode != "lazy-prefix":
+        if self._mode.kind != "prefix":
             return ()
         preamble = self.config.preamble
         chat = [Message("system", preamble), Message("user", "?")]
@@ -657,7 +690,7 @@ class LazyRAG:
         from lazyrag import care
 
         store, namespace = self._needed_store(), self.config.namespace
-        if self._mode == "exact" or self.config.kv_dir is None:
+        if self._mode.is_exact or self.config.kv_dir is None:
             raise ConfigError("No chunk's KV is kept on disk with these settings.", fix="Set mode lazy and kv_disk.")
         if everything:
             care.drop_kv(store, namespace)
@@ -698,7 +731,7 @@ class LazyRAG:
 
     def needs_warming(self, plan: IngestPlan) -> bool:
         """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""
-        if self._mode == "exact":
+        if self._mode.is_exact:
             return False
         if plan.added or plan.changed:
             return True
@@ -715,7 +748,8 @@ class LazyRAG:
         """Changes with whatever the KV's fingerprint depends on; made without reading the weights."""
         files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.iterdir() if p.is_file())
         config = self.config
-        settings = (str(self.model), config.mode, config.dtype, config.preamble, sorted(config.engine_args.items()))
+        behind = (self._mode.kind, config.preamble, config.sink)
+        settings = (str(self.model), behind, config.dtype, sorted(config.engine_args.items()))
         return blake2b(repr((files, settings)).encode(), digest_size=16).hexdigest()
 
     def _kv_fingerprint(self, store: Store) -> str | None:
@@ -729,9 +763,9 @@ class LazyRAG:
         return fingerprint
 
     def _kv_name(self) -> str:
-        """Of what the KV of chunks depends on: the model's fingerprint, and the preamble's digest."""
-        prefix = blake2b(repr(self._prefix()).encode(), digest_size=8).hexdigest()
-        return f"{self.info.fingerprint}-{prefix}"
+        """Of what the KV of chunks depends on: the model's fingerprint, and a digest of what they are computed behind."""
+        behind = blake2b(repr(self._prefix() or self._sink()).encode(), digest_size=8).hexdigest()
+        return f"{self.info.fingerprint}-{behind}"
 
     def _is_kv_kept(self, store: Store, fingerprint: str) -> bool:
         """Whether the store's notes of warm chunks can be believed: for at least half of them there is a file.

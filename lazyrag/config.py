@@ -19,8 +19,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lazyrag.backend.engine import MODES
 from lazyrag.errors import ConfigError
+from lazyrag.modes import MODES_HELP, ReuseMode
 from lazyrag.types import Quota
 
 try:
@@ -73,9 +73,10 @@ class Config:
 
     model: str = _setting("", "Model folder or name; empty: the one that the store was made for.")
     _: KW_ONLY
-    mode: str = _setting("lazy", f"How chunks are computed: {', '.join(MODES)}.")
+    mode: str = _setting("lazy", f"What is reused of chunks: {MODES_HELP}")
     store: Path | None = _setting(None, "Folder of documents, vectors and KV.")
-    preamble: str = _setting("", "Fixed beginning of every prompt, which chunks attend to (mode lazy-prefix).")
+    preamble: str = _setting("", "Fixed beginning of every prompt, which chunks attend to (mode prefix).")
+    sink: str = _setting("", "What chunks attend to in mode sink, never part of a prompt; empty: chosen for the model.")
     embedder: str = _setting("minilm", "Embedding model: minilm, hash, or a sentence-transformers folder or name.")
     namespace: str = _setting("", "Tenant; documents and KV are never shared between namespaces.")
     dtype: str = _setting("auto", "Number type of weights and KV, as vLLM names it.")
@@ -182,17 +183,21 @@ class Config:
         )
 
     def _check_words(self) -> None:
-        for name, known in (("mode", MODES), ("log_level", LOG_LEVELS)):
-            if getattr(self, name) not in known:
-                raise self._cannot_be(name, f"it must be one of {', '.join(known)}.")
-        for name in ("namespace", "preamble"):
+        if self.log_level not in LOG_LEVELS:
+            raise self._cannot_be("log_level", f"it must be one of {', '.join(LOG_LEVELS)}.")
+        try:
+            mode = ReuseMode.parse(self.mode)
+        except ConfigError as error:
+            raise self._cannot_be("mode", error.why or f"it must be one of {MODES_HELP}", error.fix) from None
+        object.__setattr__(self, "mode", str(mode))
+        for name in ("namespace", "preamble", "sink"):
             try:
                 getattr(self, name).encode()
             except UnicodeEncodeError:
                 raise self._cannot_be(name, "it holds a lone surrogate, which is not Unicode.") from None
-        if self.mode == "lazy-prefix" and not self.preamble:
+        if mode.kind == "prefix" and not self.preamble:
             raise self._cannot_be(
-                "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to lazy."
+                "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to sink."
             )
 
     def _check_numbers(self) -> None:

@@ -63,7 +63,7 @@ class Row:
         reused: whether KV from before this request was used. Unknown, and False, for the preamble and literals.
         source: of a reusable chunk, where its KV came from (`types.HBM`, `DISK`, `COMPUTED`); empty if the request has
             not run.
-        reason: why it was not reused; empty if it was, or if there is nothing to say.
+        reason: why it, or a part of it, was not reused; empty if there is nothing to say.
         nearest: of a literal that holds a chunk in changed form, that chunk; else None.
     """
 
@@ -110,11 +110,10 @@ def explain(
         why_computed: says of a chunk that was computed why.
         is_anothers: whether a text holds a chunk of another namespace. For those only who may know.
     """
-    sources = iter(reuse.sources if reuse else ())
     rows = []
     position = 0
-    for piece in plan.pieces:
-        source, reason, altered = "", piece.reason, None
+    for piece, source in zip(plan.pieces, plan.sources(reuse), strict=True):
+        reason, altered = piece.reason, None
         if position < plan.prefix_len:
             kind = PREAMBLE
         elif piece.chunk_id is None:
@@ -130,8 +129,10 @@ def explain(
         else:
             kind = CHUNK
             if piece.reuse:
-                source = next(sources, "")
                 reason = why_computed(piece.chunk_id) if source == COMPUTED else ""
+                if piece.computed and not reason:
+                    num_tokens = sum(end - start for start, end in piece.computed)
+                    reason = f"{num_tokens} of its tokens are computed in their place, as mode {plan.mode} says"
         reused = bool(source) and source != COMPUTED
         rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason, altered))
         position += len(piece.token_ids)

@@ -233,7 +233,7 @@ def run(
         sync: delete the documents that are missing.
         warm: has the KV computed of every chunk of the namespace that is not known to be warm. None: the first prompt
             that holds a chunk pays for it.
-        fingerprint: names the place where `warm` leaves the KV: model, KV format, and (mode `lazy-prefix`) preamble.
+        fingerprint: names the place where `warm` leaves the KV: model, KV format, and what chunks are computed behind.
             What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
             the process.
         bytes_per_token: of KV, to keep within the plan's quota.

@@ -6,7 +6,11 @@
 Each piece is tokenised by itself, and a chunk always has its own ids, whatever stands around it. The ids depend on the
 prompt, the chunks and the preamble, never on the mode, so that modes can be compared token by token. The pieces' texts
 concatenate to the prompt: nothing is sent that the application did not write, except the BOS token of models that want
-one.
+one. (A sink's tokens are no part of the prompt: what the prompt's own tokens see of them are the chunks behind them.)
+
+What a mode says is computed in its place of a chunk (`ReuseMode`) is whole blocks. Of the chunk's blocks that
+`recompute` may choose, it takes those with the highest scores; of a chunk without scores the first ones, which are the
+ones that know least of what stands before them.
 
 In a prompt given as a string, control tokens are meant, except in what is known to be documents' text: chunks, what is
 left of a chunk that lost to an overlapping one, chunks too short to be found otherwise, hints. That holds even where
@@ -24,9 +28,9 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
-from lazyrag.backend.engine import MODES
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, TextPiece
 from lazyrag.errors import ConfigError
+from lazyrag.modes import ReuseMode
 from lazyrag.segmenter import SHORTEST_HINT, Segmenter
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan, canonical
@@ -38,11 +42,31 @@ NO_ROUND_TRIP = "its text does not survive the tokenizer"
 NO_PREAMBLE = "the prompt does not begin with the preamble that chunks are computed behind"
 TOO_MANY = "more chunks than one request may have; the shortest are left out"
 MODE_EXACT = "mode exact reuses only prefixes"
-REASONS = (TOO_SHORT, CUT_TOO_EARLY, AT_END, NO_ROUND_TRIP, NO_PREAMBLE, TOO_MANY, MODE_EXACT)
+ALL_COMPUTED = "nearly all of it is computed in its place, as the mode says of a chunk's first tokens"
+REASONS = (TOO_SHORT, CUT_TOO_EARLY, AT_END, NO_ROUND_TRIP, NO_PREAMBLE, TOO_MANY, MODE_EXACT, ALL_COMPUTED)
 """Why a chunk is not reused (`Piece.reason`)."""
 
 TokensOf: TypeAlias = Callable[[ChunkId], Sequence[int]]
 """A chunk's own token ids; empty if they are not known."""
+
+Scores: TypeAlias = Callable[[ChunkId], Sequence[float]]
+"""For each of a chunk's tokens, how much its reused KV is expected to differ from what it would be in its place, by any
+measure; empty if that is not known."""
+
+SINK_TOKENS = 4
+"""Of a sink that nobody chose. StreamingLLM's number; more make no difference there."""
+
+
+def default_sink(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a model's prompts begin with, and line breaks: tokens that say nothing.
+
+    The first is the model's BOS token if it has one, also where prompts are not given it, or else its EOS token, which
+    stands between texts in training.
+    """
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    line_break = tokenizer.encode_plain("\n")[-1:]
+    begin = [first] if first is not None else []
+    return tuple([*begin, *line_break * SINK_TOKENS][:SINK_TOKENS])
 
 
 class Planner:
@@ -51,17 +75,19 @@ class Planner:
     Args:
         tokenizer: the model's.
         segmenter: finds the chunks.
-        mode: one of `engine.MODES`.
+        mode: of plans that ask for no other.
         block_size: tokens a KV block of the engine.
         preamble: text that prompts begin with: a string prompt's own beginning, or a chat's first content (its system
-            message). In mode `lazy-prefix` chunks are computed behind it. It is a piece of its own in every mode.
+            message). In mode `prefix` chunks are computed behind it. It is a piece of its own in every mode.
+        sink: tokens that chunks are computed behind in mode `sink`; empty: the tokenizer's `default_sink`.
         min_tokens: chunks with fewer tokens are not reused.
         max_segments: how many chunks one request may reuse; None: any number.
         get_tokens: where chunks' ids are kept; None, or what it does not know, is encoded here.
         get_short: chunks that are too short for the segmenter and spell control tokens.
+        scores: for modes with `recompute`; None: no chunk has any.
 
     Raises:
-        ConfigError: an unknown mode, or `lazy-prefix` without a preamble.
+        ConfigError: an unknown mode, or one that cannot be had with these settings.
     """
 
     def __init__(
@@ -69,30 +95,37 @@ class Planner:
         tokenizer: Tokenizer,
         segmenter: Segmenter,
         *,
-        mode: str,
+        mode: str | ReuseMode,
         block_size: int,
         preamble: str = "",
+        sink: Sequence[int] = (),
         min_tokens: int = 16,
         max_segments: int | None = None,
         get_tokens: TokensOf | None = None,
         get_short: Callable[[], Iterable[str]] = tuple,
+        scores: Scores | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"{mode!r} is no mode.", fix=f"Use one of {', '.join(MODES)}.")
-        if mode == "lazy-prefix" and not preamble:
-            raise ConfigError("Mode lazy-prefix needs a preamble.", fix="Set preamble=... or use mode lazy.")
         self.tokenizer = tokenizer
         self.segmenter = segmenter
-        self.mode = mode
         self.block_size = block_size
         self.preamble = preamble
+        self.sink = tuple(sink) or default_sink(tokenizer)
+        self.mode = self._checked(mode)
         self.min_tokens = min_tokens
         self.max_segments = max_segments
         self._get_tokens = get_tokens
         self._get_short = get_short
+        self._scores = scores
         self._chunk_ids = lru_cache(maxsize=4096)(self._encode_chunk)
 
-    def plan_text(self, text: str, hints: Sequence[str] = (), *, special: str = "allow") -> PromptPlan:
+    def plan_text(
+        self,
+        text: str,
+        hints: Sequence[str] = (),
+        *,
+        special: str = "allow",
+        mode: str | ReuseMode | None = None,
+    ) -> PromptPlan:
         """Plan a prompt that the application wrote as one string.
 
         Args:
@@ -100,16 +133,24 @@ class Planner:
             hints: see `Segmenter.find`.
             special: "allow": control tokens in it are meant, except in documents' text (module docstring); "plain":
                 they are text.
+            mode: None: the planner's.
 
         Raises:
             InputError: the text holds a lone surrogate.
+            ConfigError: as of the planner.
         """
         if special not in ("allow", "plain"):
             raise ConfigError(f"special={special!r} is unknown.", fix='Use "allow" or "plain".')
-        return self._plan([TextPiece(text, MIXED if special == "allow" else CONTENT)], hints, may_add_bos=True)
+        pieces = [TextPiece(text, MIXED if special == "allow" else CONTENT)]
+        return self._plan(pieces, hints, may_add_bos=True, mode=self._checked(mode))
 
     def plan_pieces(
-        self, pieces: Sequence[TextPiece], hints: Sequence[str] = (), *, may_add_bos: bool = False
+        self,
+        pieces: Sequence[TextPiece],
+        hints: Sequence[str] = (),
+        *,
+        may_add_bos: bool = False,
+        mode: str | ReuseMode | None = None,
     ) -> PromptPlan:
         """Plan a prompt whose parts are told apart: a rendered chat (`RenderedChat.pieces`), for example.
 
@@ -117,13 +158,31 @@ class Planner:
             pieces: they concatenate to the prompt.
             hints: see `Segmenter.find`.
             may_add_bos: whether it gets the BOS token that a string gets. A chat's template wrote one, if it wants one.
+            mode: None: the planner's.
 
         Raises:
             InputError: the text holds a lone surrogate.
+            ConfigError: as of the planner.
         """
-        return self._plan(pieces, hints, may_add_bos=may_add_bos)
+        return self._plan(pieces, hints, may_add_bos=may_add_bos, mode=self._checked(mode))
 
-    def _plan(self, pieces: Sequence[TextPiece], hints: Sequence[str], *, may_add_bos: bool) -> PromptPlan:
+    def _checked(self, mode: str | ReuseMode | None) -> ReuseMode:
+        if mode is None:
+            return self.mode
+        mode = ReuseMode.parse(mode)
+        if mode.kind == "prefix" and not self.preamble:
+            raise ConfigError("Mode prefix needs a preamble.", fix="Set preamble=... or use mode sink.")
+        if mode.first_k % self.block_size:
+            raise ConfigError(
+                f"Mode {mode} cannot be had:",
+                why=f"first_k counts whole KV blocks, and this engine's have {self.block_size} tokens.",
+                fix=f"Use first_k={-(-mode.first_k // self.block_size) * self.block_size}, or set block_size.",
+            )
+        return mode
+
+    def _plan(
+        self, pieces: Sequence[TextPiece], hints: Sequence[str], *, may_add_bos: bool, mode: ReuseMode
+    ) -> PromptPlan:
         split = self._preamble_end(pieces)
         preamble, rest = _split_at(pieces, split)
         out: list[Piece] = []
@@ -137,9 +196,11 @@ class Planner:
             out.insert(0, Piece("", tuple(front)))
             num_preamble += 1
         prefix_len = 0
-        if self.mode == "lazy-prefix" and split and len(out) > num_preamble:
+        if mode.kind == "prefix" and split and len(out) > num_preamble:
             prefix_len = sum(len(piece.token_ids) for piece in out[:num_preamble])
-        return PromptPlan(tuple(self._decide(out, prefix_len)), prefix_len)
+        decided = tuple(self._decide(out, prefix_len, mode))
+        is_behind_sink = mode.kind == "sink" and any(piece.reuse for piece in decided)
+        return PromptPlan(decided, prefix_len, self.sink if is_behind_sink else (), str(mode))
 
     # ---------------------------------------------------------------- pieces
 
@@ -226,7 +287,7 @@ class Planner:
 
     # ---------------------------------------------------------------- reuse
 
-    def _decide(self, pieces: Sequence[Piece], prefix_len: int) -> Iterator[Piece]:
+    def _decide(self, pieces: Sequence[Piece], prefix_len: int, mode: ReuseMode) -> Iterator[Piece]:
         """The pieces, with every chunk that the engine cannot or may not reuse marked so."""
         usable = [i for i, p in enumerate(pieces) if p.reuse and len(p.token_ids) >= self.min_tokens]
         longest_first = sorted(usable, key=lambda i: -len(pieces[i].token_ids))
@@ -236,16 +297,48 @@ class Planner:
                 yield piece
             elif i not in usable:
                 yield replace(piece, reuse=False, reason=TOO_SHORT)
-            elif self.mode == "exact":
+            elif mode.is_exact:
                 yield replace(piece, reuse=False, reason=MODE_EXACT)
-            elif self.mode == "lazy-prefix" and not prefix_len:
+            elif mode.kind == "prefix" and not prefix_len:
                 yield replace(piece, reuse=False, reason=NO_PREAMBLE)
             elif i not in allowed:
                 yield replace(piece, reuse=False, reason=TOO_MANY)
             elif i == len(pieces) - 1:
-                yield from self._without_end(piece)
+                first, *rest = self._without_end(piece)
+                yield from (self._in_part(first, mode), *rest)
             else:
-                yield piece
+                yield self._in_part(piece, mode)
+
+    def _in_part(self, piece: Piece, mode: ReuseMode) -> Piece:
+        """A reusable chunk, with the blocks marked that are computed in its place all the same."""
+        num_tokens = len(piece.token_ids)
+        if not piece.reuse or piece.chunk_id is None or not (mode.first_k or mode.recompute):
+            return piece
+        starts = range(0, num_tokens, self.block_size)
+        head = min(mode.first_k, num_tokens)
+        chosen = set(range(0, head, self.block_size))
+        if mode.recompute:
+            chosen |= self._most_different(piece.chunk_id, [start for start in starts if start >= head], mode.recompute)
+        computed: list[tuple[int, int]] = []
+        for start in sorted(chosen):
+            end = min(start + self.block_size, num_tokens)
+            if computed and computed[-1][1] == start:
+                computed[-1] = computed[-1][0], end
+            else:
+                computed.append((start, end))
+        if num_tokens - sum(end - start for start, end in computed) < self.min_tokens:
+            return replace(piece, reuse=False, reason=ALL_COMPUTED)
+        return replace(piece, computed=tuple(computed))
+
+    def _most_different(self, chunk_id: ChunkId, starts: Sequence[int], share: float) -> set[int]:
+        """That share of a chunk's blocks, given by their first tokens, in which reused KV is expected to be worst."""
+        scores = self._scores(chunk_id) if self._scores else ()
+
+        def score(start: int) -> float:
+            block = scores[start : start + self.block_size]
+            return sum(block) / len(block) if block else 0.0
+
+        return set(sorted(starts, key=lambda start: (-score(start), start))[: int(share * len(starts) + 0.5)])
 
     def _without_end(self, piece: Piece) -> Iterator[Piece]:
         """A chunk that the prompt ends in: its last tokens, up to a block border, are computed."""

@@ -140,14 +140,17 @@ class Segment:
     """Tokens `[start, start + num_tokens)` of the logical prompt whose KV may be reused.
 
     Attributes:
-        offset: index in the chunk of the segment's first token, a multiple of the engine's block size. The chunk's
-            first `offset` tokens then stand in the prompt right before `start`, as literal tokens.
+        offset: index in the chunk of the segment's first token, a multiple of the engine's block size.
+        chunk_tokens: tokens of the chunk, whose KV is computed as a whole; 0: up to the segment's end. The chunk stands
+            in the prompt from `start - offset` on; what is in no segment is literal, and computed in its place. A
+            segment ends between two blocks, or where the chunk ends.
     """
 
     chunk_id: ChunkId
     start: int
     num_tokens: int
     offset: int = 0
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,8 @@ class Piece:
     Attributes:
         chunk_id: the chunk that this text is, or None for literal text.
         reuse: whether the engine may reuse the chunk's KV here.
+        computed: half-open ranges of the chunk's tokens that are computed in their place all the same; ascending,
+            apart, from block border to block border.
         reason: why not, if `chunk_id` is set and `reuse` is False, or if this is the computed end of a chunk that the
             prompt ends in; else empty.
     """
@@ -166,6 +171,16 @@ class Piece:
     chunk_id: ChunkId | None = None
     reuse: bool = False
     reason: str = ""
+    computed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reused(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the tokens whose KV may be reused, ascending."""
+        if not self.reuse:
+            return ()
+        starts = (0, *(end for _, end in self.computed))
+        ends = (*(start for start, _ in self.computed), len(self.token_ids))
+        return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +188,16 @@ class PromptPlan:
     """What is sent to the engine for one prompt, in the prompt's own order.
 
     Attributes:
-        prefix_len: the first `prefix_len` tokens are the preamble that chunks were computed behind (mode
-            `lazy-prefix`); else 0.
+        prefix_len: the first `prefix_len` tokens are the preamble that chunks were computed behind (mode `prefix`);
+            else 0.
+        sink: tokens that chunks were computed behind and that are no part of the prompt (mode `sink`); else empty.
+        mode: the `ReuseMode` that was planned for, as text; empty if the plan was made elsewhere.
     """
 
     pieces: tuple[Piece, ...]
     prefix_len: int = 0
+    sink: tuple[int, ...] = ()
+    mode: str = ""
 
     @property
     def text(self) -> str:
@@ -192,14 +211,24 @@ class PromptPlan:
     def segments(self) -> tuple[Segment, ...]:
         out, start = [], 0
         for piece in self.pieces:
-            if piece.chunk_id is not None and piece.reuse:
-                out.append(Segment(piece.chunk_id, start, len(piece.token_ids)))
-            start += len(piece.token_ids)
+            num_tokens = len(piece.token_ids)
+            for first, end in piece.reused if piece.chunk_id is not None else ():
+                out.append(Segment(piece.chunk_id, start + first, end - first, first, num_tokens))
+            start += num_tokens
         return tuple(out)
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
         return tuple(piece.chunk_id for piece in self.pieces if piece.chunk_id is not None)
+
+    def sources(self, reuse: Reuse | None) -> tuple[str, ...]:
+        """For each piece, where its reused KV came from: of several parts, that of the one that took most work.
+
+        Empty for literal text, and if it is not known.
+        """
+        sources = iter(reuse.sources if reuse is not None else ())
+        of_parts = ([next(sources, "") for _ in piece.reused if piece.chunk_id is not None] for piece in self.pieces)
+        return tuple(max(found, key=("", HBM, DISK, COMPUTED).index, default="") for found in of_parts)
 
 
 # ---------------------------------------------------------------- answers (filled by the engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from lazyrag.backend import wire
 from lazyrag.backend.contents import Contents, name_of, pack
 from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_hashes, chunk_key
-from lazyrag.backend.layout import LaidSegment, Layout, check_spans, lay_out_parts, take_apart
+from lazyrag.backend.layout import Layout, check_spans, lay_out_parts, take_apart
 from lazyrag.backend.plugin.chains import Chain, Chains
 from lazyrag.errors import (
     CapacityError,
@@ -30,15 +30,13 @@ from lazyrag.types import COMPUTED, DISK, HBM
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MODES = ("lazy", "lazy-prefix")
-
 
 @dataclass(eq=False, slots=True)
 class Child:
     """A hidden request in flight that makes one segment's chunk resident.
 
     Attributes:
-        key: hash of the segment's last block, by which requests in flight share the child.
+        key: hash of the chunk's last block, by which requests in flight share the child.
         block_hashes: of the chunk's blocks.
         first_block: index of the first of them in the child's block table.
         is_loaded: a connector loads KV for it; set by the scheduler when the child is given blocks.
@@ -51,15 +49,29 @@ class Child:
     is_loaded: bool = False
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Content:
+    """A whole chunk, of which a segment may be a part: what a child computes.
+
+    Attributes:
+        token_ids: not to be changed.
+        chain: its blocks.
+    """
+
+    token_ids: Sequence[int]
+    chain: Chain
+
+
 @dataclass(eq=False, slots=True)
 class LazyRequest:
-    """A request with a layout: a client's, or a child that is computed behind the preamble.
+    """A request with a layout: a client's, or a child that is computed behind the preamble or a sink.
 
     Attributes:
         request: vLLM's, rewritten to the physical prompt.
         chains: the blocks of each segment.
+        contents: the chunk of each segment.
         is_child: hidden from clients.
-        num_preamble: 1 if segment 0 is the preamble, else 0.
+        num_preamble: 1 if segment 0 is the preamble or a sink, else 0.
         children: segment index -> the child it last waited for; set by the scheduler.
         asked: the children that were made for this request (not those shared with an earlier one), without those whose
             load failed.
@@ -70,6 +82,7 @@ class LazyRequest:
     request: Request
     layout: Layout
     chains: tuple[Chain, ...]
+    contents: tuple[Content, ...]
     is_child: bool = False
     num_preamble: int = 0
     children: dict[int, Child] = field(default_factory=dict)
@@ -113,7 +126,6 @@ class RequestMaker:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._mode = engine_settings(vllm_config).mode
         self._pad = pad_token(vllm_config.model_config.hf_config)
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hash_block = lambda parent, tokens, extra: hash_block_tokens(hash_function, parent, tokens, extra)
@@ -140,22 +152,23 @@ class RequestMaker:
                 why=f"no client's id may start with {wire.CHILD_PREFIX}.",
             )
         asked = wire.request_from_args(args)
-        prefix_len = asked.prefix_len
-        if not asked.spans and not prefix_len:
+        if not asked.spans and not asked.prefix_len:
             return None
         self._refuse_options(request)
-        if prefix_len and self._mode != "lazy-prefix":
-            raise InputError(
-                f"The request has a preamble of {prefix_len} tokens, this engine runs in mode {self._mode}.",
-                fix="Start the engine with mode='lazy-prefix', or send no preamble.",
-            )
         literals, contents, names = self._parts(request.prompt_token_ids, asked)
         layout, token_ids = lay_out_parts(
-            literals, asked.spans, contents, prefix_len=prefix_len, block_size=self._block_size, pad=self._pad
+            literals,
+            asked.spans,
+            contents,
+            prefix_len=asked.prefix_len,
+            block_size=self._block_size,
+            pad=self._pad,
+            sink_len=len(asked.sink),
         )
         self._refuse_size(request, layout, len(token_ids))
-        chains = self._apply(request, layout, token_ids, names)
-        return LazyRequest(request, layout, chains, num_preamble=1 if prefix_len else 0)
+        lazy = self._apply(request, layout, token_ids, names, contents)
+        lazy.num_preamble = 1 if asked.prefix_len or asked.sink else 0
+        return lazy
 
     def is_child(self, request_id: str) -> bool:
         """Whether the request is a child, in flight or not."""
@@ -174,29 +187,24 @@ class RequestMaker:
         Returns:
             its record, the request, and, if it is computed behind the preamble, its layout.
         """
-        layout, stock = parent.layout, parent.request
-        segment, token_ids = layout.segments[index], stock._all_token_ids
-        tokens = layout.chunk_tokens(segment, token_ids)
-        num_tokens = segment.offset + segment.num_tokens
-        hashes = parent.chains[index].hashes
-        if segment.offset:  # a chain has the segment's own blocks only
-            hashes = chunk_hashes(layout, segment, token_ids, stock.block_hashes, self._keys(stock), self._hash_block)
-        num_prefix, num_prefix_blocks = 0, 0
-        if segment.behind_prefix:
-            num_prefix, num_prefix_blocks = layout.segments[0].num_tokens, layout.segments[0].num_blocks
+        first, segment, content = parent.layout.segments[0], parent.layout.segments[index], parent.contents[index]
+        stock, num_tokens = parent.request, len(content.token_ids)
+        behind: Sequence[int] = ()
+        prefix: Sequence[int] = ()
+        all_hashes = content.chain.hashes
+        if segment.behind_first:
+            behind = parent.contents[0].token_ids
+            prefix = self._padded(behind)
+            all_hashes = [*parent.chains[0].hashes, *all_hashes]
         named = wire.WireChild(
-            key=chunk_key(
-                tokens[:num_tokens], prefix=token_ids[:num_prefix], salt=stock.cache_salt, lora=_lora_name(stock)
-            ),
-            first_token=num_prefix_blocks * self._block_size,
+            key=chunk_key(content.token_ids, prefix=behind, salt=stock.cache_salt, lora=_lora_name(stock)),
+            first_token=len(prefix),
             num_tokens=num_tokens,
             may_load=may_load,
         )
-        prefix = token_ids[: num_prefix_blocks * self._block_size]
-        all_hashes = [*stock.block_hashes[:num_prefix_blocks], *hashes]
         request = Request(
             request_id=f"{self._id_prefix}{self._num_made}",
-            prompt_token_ids=[*prefix, *tokens],
+            prompt_token_ids=[*prefix, *self._padded(content.token_ids)],
             sampling_params=SamplingParams(
                 max_tokens=1, temperature=0.0, detokenize=False, extra_args={wire.CHILD: named}
             ),
@@ -211,65 +219,89 @@ class RequestMaker:
         )
         self._num_made += 1
         lazy = None
-        if segment.behind_prefix:
-            child_layout = Layout(self._block_size, layout.segments[:1], num_prefix_blocks)
-            self._announce(request, child_layout)
-            lazy = LazyRequest(request, child_layout, parent.chains[:1], is_child=True, num_preamble=1)
-        return Child(request.request_id, hashes[-1], hashes, num_prefix_blocks), request, lazy
+        if segment.behind_first:
+            # What its parent may not see, it does.
+            layout = Layout(self._block_size, (replace(first, hidden=False),), first.num_blocks)
+            self._announce(request, layout)
+            lazy = LazyRequest(request, layout, parent.chains[:1], parent.contents[:1], is_child=True, num_preamble=1)
+        chain = content.chain
+        return Child(request.request_id, chain.hashes[-1], chain.hashes, len(prefix) // self._block_size), request, lazy
+
+    def _padded(self, token_ids: Sequence[int]) -> list[int]:
+        return [*token_ids, *[self._pad] * (-len(token_ids) % self._block_size)]
 
     def _parts(
         self, token_ids: Sequence[int], asked: wire.WireRequest
     ) -> tuple[Sequence[int], Sequence[list[int]], Sequence[str]]:
-        """A client's prompt as literals, tokens of each segment, and their names."""
-        if asked.names is None:
-            check_spans(asked.spans, asked.prefix_len, len(token_ids))
-            literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
-            return literals, contents, [name_of(pack(content)) for content in contents]  # vLLM has checked them
+        """A client's prompt as literals, tokens of each segment's chunk, and their names; a sink's first of all."""
         try:
+            sink = [self._contents.add(pack(asked.sink))] if asked.sink else []
             # All before any is looked up: the names of a request may be more than what is kept.
             sent = dict(map(self._contents.add, asked.contents.values()))
         except ValueError as error:
             raise InputError("The tokens of a segment are not valid:", why=f"{error}.") from None
-        found = {name: sent.get(name) or self._contents.get(name) for name in asked.names}
-        contents = [tokens for name in asked.names if (tokens := found[name]) is not None]
-        if len(contents) < len(asked.names):
+        if asked.names is None:
+            check_spans(asked.spans, asked.prefix_len, len(token_ids))
+            literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
+            names = [name_of(pack(content)) for content in contents]  # vLLM has checked them
+        else:
+            literals, names = token_ids, list(asked.names)
+            found = {name: sent.get(name) or self._contents.get(name) for name in names}
+            contents = [tokens for name in names if (tokens := found[name]) is not None]
+        if len(contents) < len(names):
             raise UnknownContentError(
-                f"The engine does not know the tokens of {len(asked.names) - len(contents)} segments.",
+                f"The engine does not know the tokens of {len(names) - len(contents)} segments.",
                 fix="Send the request again with them (lazyrag_contents).",
             )
-        return token_ids, contents, asked.names
+        return literals, [*(tokens for _, tokens in sink), *contents], [*(name for name, _ in sink), *names]
 
-    def _apply(self, request: Request, layout: Layout, token_ids: list[int], names: Sequence[str]) -> tuple[Chain, ...]:
+    def _apply(
+        self,
+        request: Request,
+        layout: Layout,
+        token_ids: list[int],
+        names: Sequence[str],
+        contents: Sequence[Sequence[int]],
+    ) -> LazyRequest:
         """Give a client's request its layout: physical prompt, hashes, and what the worker needs."""
         request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
         request._all_token_ids[:] = token_ids
         self._announce(request, layout)
         request.block_hashes.clear()
+        keys = self._keys(request)
         chains: list[Chain] = []
-        for segment, name in zip(layout.segments, names, strict=True):
-            chains.append(self._chain(request, layout, segment, name, chains))
+        found: list[Content] = []
+        for segment, name, tokens in zip(layout.segments, names, contents, strict=True):
+            behind = chains[0].hashes[-1] if segment.behind_first else None
+            whole = self._chain(keys, name, tokens, behind)
+            first = segment.offset // self._block_size
+            part = slice(first, first + segment.num_blocks)
+            chains.append(self._part(whole, part, (keys, name, behind)))
+            found.append(Content(tokens, whole))
             request.block_hashes += chains[-1].hashes
         request._block_hasher = self._hasher(layout)
         request.update_block_hashes()
-        return tuple(chains)
+        return LazyRequest(request, layout, tuple(chains), tuple(found))
 
-    def _chain(
-        self, request: Request, layout: Layout, segment: LaidSegment, name: str, before: Sequence[Chain]
-    ) -> Chain:
-        """The hashes of a segment's blocks; those of the segments in front of it are known."""
-        keys = self._keys(request)
+    def _chain(self, keys: ExtraKeys, name: str, token_ids: Sequence[int], behind: BlockHash | None) -> Chain:
+        """The blocks of a whole chunk."""
+        return self._chains.get(
+            (keys, name, behind),
+            lambda: chunk_hashes(
+                token_ids,
+                block_size=self._block_size,
+                pad=self._pad,
+                keys=keys,
+                hash_block=self._hash_block,
+                behind=behind,
+            ),
+        )
 
-        def make() -> list[BlockHash]:
-            hashes = chunk_hashes(layout, segment, request._all_token_ids, request.block_hashes, keys, self._hash_block)
-            return hashes[segment.offset // self._block_size :]
-
-        if segment.offset:  # the chunk's head is in the literals, which have no name
-            return Chain(make())
-        preamble = None
-        if segment.behind_prefix:
-            first = layout.segments[0]
-            preamble = (before[0].hashes[-1], first.visible_from, first.num_tokens, first.shift)
-        return self._chains.get((name, segment.num_tokens, keys, preamble), make)
+    def _part(self, whole: Chain, part: slice, key: tuple[object, ...]) -> Chain:
+        """Some blocks of a chunk."""
+        if part == slice(0, len(whole.hashes)):
+            return whole
+        return self._chains.get((*key, part.start, part.stop), lambda: whole.hashes[part])
 
     def _announce(self, request: Request, layout: Layout) -> None:
         """Put a layout where the worker finds it. The client may use one SamplingParams for many requests: a copy."""
@@ -317,8 +349,7 @@ class RequestMaker:
                 fix="Send fewer or shorter chunks, or start the engine with a larger max_model_len.",
             )
         end = min(num_tokens + request.max_tokens, self._max_model_len)
-        # Children need no more: what a child has beyond its parent's segment (the chunk's head) is among the parent's
-        # literals, which it computes afterwards.
+        # Children need no more: a chunk stands in its parent's prompt as a whole, and the preamble or sink in front.
         need = -(-end // self._block_size)
         if need > self._num_blocks:
             raise CapacityError(
@@ -329,9 +360,8 @@ class RequestMaker:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`additional_config["lazyrag"]`: the engine's mode, and whether invariants are checked after every step."""
+    """`additional_config["lazyrag"]`: whether invariants are checked after every step."""
 
-    mode: str = "lazy"
     debug: bool = False
 
 
@@ -339,20 +369,13 @@ def engine_settings(vllm_config: VllmConfig) -> EngineSettings:
     """Read `additional_config["lazyrag"]`.
 
     Raises:
-        InputError: an unknown key or mode.
+        InputError: an unknown key.
     """
     given = (vllm_config.additional_config or {}).get("lazyrag", {})
-    unknown = sorted(set(given) - {"mode", "debug"})
+    unknown = sorted(set(given) - {"debug"})
     if unknown:
-        raise InputError(
-            f"additional_config['lazyrag'] has unknown keys: {', '.join(unknown)}.", fix="Known: mode, debug."
-        )
-    settings = EngineSettings(**given)
-    if settings.mode not in MODES:
-        raise InputError(
-            f"additional_config['lazyrag']['mode'] is {settings.mode!r}.", fix=f"Known: {', '.join(MODES)}."
-        )
-    return settings
+        raise InputError(f"additional_config['lazyrag'] has unknown keys: {', '.join(unknown)}.", fix="Known: debug.")
+    return EngineSettings(**given)
 
 
 def pad_token(hf_config: Any) -> int:

@@ -108,11 +108,11 @@ class LazyMixin(compat.Gate):
         )
         self._counters = Counters()
         self._lazy: dict[str, LazyRequest] = {}
-        """By request id: clients' lazy requests, and children that are computed behind the preamble."""
+        """By request id: clients' lazy requests, and children that are computed behind a preamble or a sink."""
         self._children: dict[str, Child] = {}
         """In flight, by request id."""
         self._child_of: dict[BlockHash, Child] = {}
-        """The same, by the hash of the segment's last block."""
+        """The same, by the hash of the chunk's last block."""
         self._failures: dict[str, LazyRAGError] = {}
         """By request id: accepted only to be answered with this error."""
         self._unloadable: set[BlockHash] = set()
@@ -311,7 +311,7 @@ class LazyMixin(compat.Gate):
                 self._pins.hold(request_id, resident)
 
     def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
-        """The resident blocks of a request's segments and the hashes of the others; sets `lazy.missing`."""
+        """The resident blocks of a request's segments and the hashes that children lack; sets `lazy.missing`."""
         resident: list[KVCacheBlock] = []
         absent: set[BlockHash] = set()
         lazy.missing = []
@@ -321,11 +321,10 @@ class LazyMixin(compat.Gate):
                 resident += blocks
                 continue
             lazy.missing.append(i)
-            for block_hash, block in zip(chain.hashes, chain.look_up(self._pool), strict=True):
-                if block is None:
-                    absent.add(block_hash)
-                else:
-                    resident.append(block)
+            resident += [block for block in chain.look_up(self._pool) if block is not None]
+            whole = lazy.contents[i].chain
+            found = zip(whole.hashes, whole.look_up(self._pool), strict=True)
+            absent |= {block_hash for block_hash, block in found if block is None}
         return resident, absent
 
     def _num_blocks_lacked_by(self, child: Child) -> int:
@@ -342,18 +341,18 @@ class LazyMixin(compat.Gate):
 
     def _child_for(self, lazy: LazyRequest, index: int) -> Request | None:
         """The request to be added for a missing segment; None if one in flight is shared."""
-        last_hash = lazy.chains[index].hashes[-1]
+        last_hash = lazy.contents[index].chain.hashes[-1]
         child = self._child_of.get(last_hash)
         if child is not None:
             lazy.children[index] = child
             return None
         may_load = last_hash not in self._unloadable
-        child, request, behind_preamble = self._requests.make_child(lazy, index, may_load=may_load)
+        child, request, behind_first = self._requests.make_child(lazy, index, may_load=may_load)
         lazy.children[index] = child
         lazy.asked.append(child)
         self._children[child.request_id] = self._child_of[child.key] = child
-        if behind_preamble is not None:
-            self._lazy[child.request_id] = behind_preamble
+        if behind_first is not None:
+            self._lazy[child.request_id] = behind_first
         return request
 
     def _find(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:

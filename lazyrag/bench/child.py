@@ -23,6 +23,7 @@ from lazyrag.backend.layout import Span, take_apart
 from lazyrag.bench.profile import Profile
 from lazyrag.bench.workload import Prompt
 from lazyrag.errors import EngineError, LazyRAGError
+from lazyrag.modes import ReuseMode
 from lazyrag.types import HBM
 
 GAUGE_BLOCKS, GAUGE_BYTES, GAUGE_REPEATS = 1000, 128, 25
@@ -129,7 +130,7 @@ class Server:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         local.prepare_process()
         wanted: dict[str, Any] = {"block_size": None, "kv_cache_memory_bytes": None, **spec.arguments}
-        of_device = local.device_arguments(wanted)
+        of_device = local.device_arguments(wanted, ReuseMode("lazy"))
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -153,7 +154,7 @@ class Server:
                 compilation = {"cudagraph_capture_sizes": list(spec.capture_sizes)}
                 arguments["compilation_config"] = compilation | dict(arguments.get("compilation_config") or {})
         if spec.engine != "stock":
-            arguments |= local.plugin_arguments("lazy", False)
+            arguments |= local.plugin_arguments(debug=False)
         if spec.engine == "materialize":
             arguments |= {
                 "scheduler_cls": "lazyrag.bench.materialize.MaterializeScheduler",

@@ -172,7 +172,7 @@ sys.exit(f"loaded {sorted(loaded)}" if loaded else 0)
 def test_a_misspelt_setting_is_an_error(facade: type[Any]) -> None:
     with pytest.raises(ValidationError, match="max_model_length"):
         facade(model="m", max_model_length=3)
-    with pytest.raises(ValidationError, match="lazy-prefix"):
+    with pytest.raises(ValidationError, match="sink"):
         facade(model="m", mode="lasy")
 
 
@@ -405,7 +405,7 @@ def test_chunks_are_found_inside_a_document_prompt_and_in_earlier_tool_messages(
 
 def test_chunks_stand_behind_a_preamble_that_is_the_system_message(connect: Connect, passages: list[str]) -> None:
     preamble = "Answer from the sources, in one sentence, and say which one it was."
-    client, engine = connect(mode="lazy-prefix", config={"mode": "lazy-prefix", "preamble": preamble})
+    client, engine = connect(mode="prefix", config={"mode": "prefix", "preamble": preamble})
     ids = client.register(passages)
     chat = ChatLazyRAG(lazyrag=client)
     for texts in (passages[:2], passages[1::-1]):

@@ -24,7 +24,6 @@ class Config:
     """How an engine is started."""
 
     name: str
-    mode: str = "lazy-prefix"
     is_async: bool = False
     budget: int = 1024
     num_blocks: int = 200
@@ -66,7 +65,7 @@ class Engine:
                 async_scheduling=config.is_async,
                 scheduler_cls=f"{PLUGIN}.scheduler.{scheduler}",
                 worker_cls=config.worker,
-                additional_config={"lazyrag": {"mode": config.mode, "debug": True}},
+                additional_config={"lazyrag": {"debug": True}},
                 seed=0,
                 **self.device_arguments(),
             )
@@ -101,7 +100,7 @@ class Engine:
             logprobs=3,
             ignore_eos=True,
             detokenize=False,
-            extra_args=wire.spans_to_args(prompt.spans, len(prompt.prefix)),
+            extra_args=wire.spans_to_args(prompt.spans, len(prompt.prefix), prompt.sink),
         )
 
     def generate(self, *prompts: Prompt, max_tokens: int = 12) -> list[Result]:

@@ -3,9 +3,9 @@
 Two oracles:
     one pass   true positions and a block mask: a chunk's tokens see their own chunk, literals see everything before.
     spliced    a cache put together by hand: each chunk's K and V as computed in the chunk's own context (behind the
-               preamble, if there is one), K rotated to its true position, the literals run on top.
-Without a preamble they are the same function. Behind a preamble, and for a segment that begins inside its chunk, only
-the spliced one is what a reused chunk can mean: a chunk saw the preamble next door, wherever it is used later.
+               preamble or the sink, if there is one), K rotated to its true position, the literals run on top.
+Without a preamble or a sink they are the same function. Behind one, and for a segment that begins inside its chunk,
+only the spliced one is what a reused chunk can mean: a chunk saw the preamble next door, wherever it is used later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ Tokens = list[int]
 class Use:
     """A chunk where a prompt uses it: `chunk[offset:offset + length]` is reused.
 
-    The prompt must have `chunk[:offset]` as literal text right before.
+    The prompt must have `chunk[:offset]` right before, as literal text or reused itself; and if `whole`, the rest of
+    the chunk right behind.
     """
 
     chunk: Tokens
     offset: int = 0
     length: int | None = None
+    whole: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -51,6 +53,7 @@ class Prompt:
     parts: Sequence[Tokens | Use]
     prefix: Tokens = field(default_factory=list)
     salt: str = ""
+    sink: Tokens = field(default_factory=list)
 
     @property
     def runs(self) -> list[tuple[int, Tokens, Use | None]]:
@@ -69,7 +72,16 @@ class Prompt:
 
     @property
     def spans(self) -> list[Span]:
-        return [Span(start, len(tokens), use.offset) for start, tokens, use in self.runs if use is not None]
+        return [
+            Span(start, len(tokens), use.offset, len(use.chunk) if use.whole else 0)
+            for start, tokens, use in self.runs
+            if use is not None
+        ]
+
+    @property
+    def behind(self) -> Tokens:
+        """What its chunks are computed behind."""
+        return self.prefix or self.sink
 
 
 class Oracle:
@@ -85,7 +97,7 @@ class Oracle:
 
     def logprobs(self, prompt: Prompt, forced: Tokens) -> torch.Tensor:
         """[len(forced), vocabulary]: at each step, given the prompt and the forced tokens before."""
-        movable = prompt.prefix or any(use is not None and use.offset for _, _, use in prompt.runs)
+        movable = prompt.behind or any(use is not None and use.offset for _, _, use in prompt.runs)
         with self._device:
             return (self.spliced if movable else self.one_pass)(prompt, forced).cpu()
 
@@ -105,7 +117,7 @@ class Oracle:
 
     @torch.no_grad()
     def spliced(self, prompt: Prompt, forced: Tokens) -> torch.Tensor:
-        cache, num_prefix = DynamicCache(config=self._config), len(prompt.prefix)
+        cache = DynamicCache(config=self._config)
         if prompt.prefix:
             self._run(prompt.prefix, cache, 0)
         runs = prompt.runs
@@ -116,8 +128,8 @@ class Oracle:
                 logits = self._run(tokens, cache, start) if tokens else logits
                 continue
             own = DynamicCache(config=self._config)
-            self._run(prompt.prefix + use.computed, own, 0)
-            base = num_prefix + use.offset
+            self._run(prompt.behind + use.computed, own, 0)
+            base = len(prompt.behind) + use.offset
             for number, layer in enumerate(own.layers):
                 # [1, H, n, D]
                 k, v = (x[:, :, base : base + len(tokens)] for x in (layer.keys, layer.values))

@@ -7,7 +7,7 @@ from oracle import Prompt, Use
 
 @pytest.mark.parametrize(
     "engine",
-    [Config(f"blocks-{n}", mode="lazy", num_blocks=60, block_size=n) for n in (32, 128)],
+    [Config(f"blocks-{n}", num_blocks=60, block_size=n) for n in (32, 128)],
     ids=str,
     indirect=True,
 )

@@ -82,12 +82,12 @@ def flip_last_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "prefix"])
 def test_a_new_engine_answers_from_the_disk(
     mode: str, tiny_model: Path, tiny_oracle: Oracle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = Text(7)
-    prefix = text(19) if mode == "lazy-prefix" else []
+    prefix = text(19) if mode == "prefix" else []
     chunks = [Use(text(n)) for n in (37, 64, 5, 90)]
     q, r = text(9), text(12)
 

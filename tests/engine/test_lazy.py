@@ -19,12 +19,12 @@ LENGTHS = {"A": 37, "B": 64, "C": 5, "D": 50, "E": 90, "F": 16, "G": 1}
 
 
 class Corpus:
-    """Chunks A to G of fixed lengths, literals, and a preamble for the engine: new for every test."""
+    """Chunks A to G of fixed lengths, literals, and a preamble or a sink: new for every test."""
 
-    def __init__(self, name, prefix_len):
+    def __init__(self, name, prefix_len=0, sink_len=0):
         self.text = Text(crc32(name.encode()))
         self.chunks = {name: Use(self.text(n)) for name, n in LENGTHS.items()}
-        self.prefix = self.text(prefix_len)
+        self.prefix, self.sink = self.text(prefix_len), self.text(sink_len)
         self.opening, self.between, self.question = self.text(11), self.text(5), self.text(21)
 
     def __getitem__(self, name):
@@ -32,7 +32,7 @@ class Corpus:
 
     def prompt(self, *parts, salt=""):
         """Parts as they are, chunks by their names."""
-        return Prompt([self[p] if isinstance(p, str) else p for p in parts], self.prefix, salt)
+        return Prompt([self[p] if isinstance(p, str) else p for p in parts], self.prefix, salt, self.sink)
 
     def usual(self, names, salt=""):
         """opening A between B between ... question"""
@@ -40,23 +40,35 @@ class Corpus:
         return self.prompt(self.opening, *parts[:-1], self.question, salt=salt)
 
     def padded(self, names):
-        """Tokens of chunks and preamble, padded to whole blocks."""
-        return sum(-(-n // 16) * 16 for n in (len(self.prefix), *(LENGTHS[name] for name in names)))
+        """Tokens of chunks and preamble or sink, padded to whole blocks."""
+        return sum(-(-n // 16) * 16 for n in (len(self.prefix + self.sink), *(LENGTHS[name] for name in names)))
+
+    def partly(self, name, *computed):
+        """The parts of a chunk of which the given ranges are computed in place."""
+        chunk, parts, at = self[name].chunk, [], 0
+        for start, end in [*computed, (len(chunk), len(chunk))]:
+            parts += [Use(chunk, at, start - at, whole=True)] if at < start else []
+            parts += [chunk[start:end]] if start < end else []
+            at = end
+        return parts
 
 
-@pytest.fixture(params=[0, 19, 32], ids=["alone", "behind-19", "behind-32"])
+BEHIND = {"alone": {}, "behind-19": {"prefix_len": 19}, "behind-32": {"prefix_len": 32}, "sink-4": {"sink_len": 4}}
+"""Chunks computed alone, behind a preamble that does not or does fill its blocks, or behind a sink."""
+
+
+@pytest.fixture(params=BEHIND.values(), ids=BEHIND)
 def corpus(request):
-    """Chunks computed alone, or behind a preamble that does not or does fill its blocks."""
-    return Corpus(request.node.name, request.param)
+    return Corpus(request.node.name, **request.param)
 
 
 @pytest.fixture
 def alone(request):
-    return Corpus(request.node.name, 0)
+    return Corpus(request.node.name)
 
 
 def num_preambles(corpus):
-    return 1 if corpus.prefix else 0
+    return 1 if corpus.prefix or corpus.sink else 0
 
 
 def test_the_configuration_is_what_it_says(engine):
@@ -99,7 +111,7 @@ def test_literals_of_one_token(engine, corpus):
 
 
 def test_a_preamble_or_text_without_chunks(engine, corpus):
-    engine.check(corpus.prompt(corpus.text(45)), children=num_preambles(corpus))
+    engine.check(corpus.prompt(corpus.text(45)), children=1 if corpus.prefix else 0)
 
 
 def test_chunks_beside_ordinary_requests(engine, corpus):
@@ -149,6 +161,40 @@ def test_a_segment_that_ends_inside_its_chunk(engine, corpus):
     engine.check(corpus.prompt(corpus.between, inside_a_block, corpus.question), children=1)
     middle = Use(chunk, offset=16, length=40)
     engine.check(corpus.prompt(chunk[:16], middle, corpus.question))
+
+
+def test_a_chunk_whose_blocks_are_partly_computed_in_place(engine, corpus):
+    """The head of each chunk (LegoLink), or blocks from anywhere in it (CacheBlend); cold, hot and reordered."""
+    once = num_preambles(corpus)
+    head = [corpus.opening, *corpus.partly("E", (0, 16)), corpus.between, *corpus.partly("A", (0, 32)), corpus.question]
+    engine.check(corpus.prompt(*head), children=2 + once)
+    (hot,) = engine.check(corpus.prompt(*head), children=0)
+    assert hot.report["sources"] == ["hbm"] * 2
+    first_and_last = corpus.partly("E", (0, 16), (80, 90))
+    engine.check(corpus.prompt(*corpus.partly("A", (16, 32)), *first_and_last, corpus.between), children=0)
+    engine.check(corpus.prompt("A", *corpus.partly("E", (32, 48), (64, 80)), corpus.question), children=0)
+
+
+def test_parts_of_a_cold_chunk_share_one_child(engine, corpus):
+    parts = corpus.partly("E", (16, 32), (48, 64))
+    (result,) = engine.check(corpus.prompt(corpus.opening, *parts, corpus.question), children=1 + num_preambles(corpus))
+    assert result.report["sources"] == ["computed"] * 3
+    engine.check(corpus.prompt("E", corpus.question), children=0)
+
+
+def test_modes_share_nothing_but_what_means_the_same(engine, request):
+    """The same chunk alone, behind two sinks and behind preambles of the same tokens: one engine, four meanings."""
+    ours = Corpus(request.node.name, sink_len=4)
+    other, alone, prefix = (Corpus(request.node.name, **kwargs) for kwargs in ({}, {}, {"prefix_len": 4}))
+    other.sink = ours.sink[::-1]
+    everything = [corpus.prompt(corpus.opening, "A", "B", corpus.question) for corpus in (ours, other, alone, prefix)]
+    for prompt, children in zip(everything, (3, 3, 2, 0), strict=True):
+        engine.check(prompt, children=children)
+    for prompt in reversed(everything):
+        engine.check(prompt, children=0)
+    # A prompt that begins with the sink's tokens and the chunk is the text that was computed, and still its own.
+    engine.check(Prompt([ours.sink, ours["A"], ours.question], sink=ours.sink), children=0)
+    engine.check(Prompt([ours.sink + ours["A"].chunk + ours.question]))
 
 
 def test_an_aborted_request_leaves_nothing_behind(engine, corpus):

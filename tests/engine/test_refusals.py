@@ -21,7 +21,7 @@ def start(folder, **arguments):
         "kv_cache_memory_bytes": 1 << 26,
         "scheduler_cls": f"{PLUGIN}.scheduler.LazyScheduler",
         "worker_cls": f"{PLUGIN}.worker_cpu.LazyCPUWorker",
-        "additional_config": {"lazyrag": {"mode": "lazy"}},
+        "additional_config": {"lazyrag": {"debug": True}},
     }
     return LLM(model=str(folder), **(settings | arguments))
 

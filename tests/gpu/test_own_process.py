@@ -72,10 +72,10 @@ def check(engine: LocalEngine, oracle: Oracle, prompt: Prompt, namespace: str = 
     return answer
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "prefix"])
 def test_a_second_engine_answers_from_the_disk(mode: str, model: Path, oracle: Oracle, tmp_path: Path) -> None:
     text = Text(7)
-    prefix = text(19) if mode == "lazy-prefix" else []
+    prefix = text(19) if mode == "prefix" else []
     chunks = [Use(text(n)) for n in (370, 64, 5, 900)]
     with running(model, tmp_path, mode) as engine:
         prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], text(9)], prefix)

@@ -52,25 +52,37 @@ MAX_MODEL_LEN = 400
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk in a prompt: tokens [offset, end) may be reused, the first `offset` stand there as literals."""
+    """A chunk in a prompt: tokens [offset, end) may be reused, the first `offset` stand there as literals.
+
+    `gaps` are ranges behind `offset` that stand there as literals, too.
+    """
 
     tokens: tuple[int, ...]
     offset: int = 0
     end: int | None = None
+    gaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def shown(self) -> tuple[int, ...]:
         return self.tokens[: self.end]
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """What may be reused."""
+        starts = [self.offset, *(end for _, end in self.gaps)]
+        ends = [*(start for start, _ in self.gaps), len(self.shown)]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Literals (tuples of tokens) and chunks in logical order, behind an optional preamble."""
+    """Literals (tuples of tokens) and chunks in logical order, behind an optional preamble; or a sink, not shown."""
 
     parts: tuple[Any, ...]
     prefix: tuple[int, ...] = ()
     salt: str | None = None
     lora: str | None = None
+    sink: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -82,7 +94,7 @@ class Prompt:
         spans, start = [], len(self.prefix)
         for part in self.parts:
             if isinstance(part, Chunk):
-                spans.append(Span(start + part.offset, len(part.shown) - part.offset, part.offset))
+                spans += [Span(start + a, b - a, a, len(part.shown)) for a, b in part.runs]
             start += len(part.shown if isinstance(part, Chunk) else part)
         return spans
 
@@ -92,15 +104,25 @@ class Prompt:
         items: list[tuple[Any, ...]] = [("chunk", (), self.prefix, 0)] if self.prefix else []
         for part in self.parts:
             if isinstance(part, Chunk):
-                items.append(("text", part.tokens[: part.offset]))
-                items.append(("chunk", self.prefix, part.shown, part.offset))
+                at = 0
+                for start, end in part.runs:
+                    items.append(("text", part.tokens[at:start]))
+                    items.append(("chunk", self.prefix or self.sink, part.tokens[:end], start))
+                    at = end
+                items.append(("text", part.shown[at:]))
             else:
                 items.append(("text", part))
         return items
 
 
-def prompt(*parts: Any, prefix: Sequence[int] = (), salt: str | None = None, lora: str | None = None) -> Prompt:
-    return Prompt(tuple(p if isinstance(p, Chunk) else tuple(p) for p in parts), tuple(prefix), salt, lora)
+def prompt(
+    *parts: Any,
+    prefix: Sequence[int] = (),
+    salt: str | None = None,
+    lora: str | None = None,
+    sink: Sequence[int] = (),
+) -> Prompt:
+    return Prompt(tuple(p if isinstance(p, Chunk) else tuple(p) for p in parts), tuple(prefix), salt, lora, tuple(sink))
 
 
 # ---------------------------------------------------------------- what a token's KV means
@@ -144,9 +166,12 @@ class Running:
     segments: list[tuple[int, int]]  # (first block, valid tokens) of each chunk item
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
+    num_hidden: int = 0  # the first tokens, padded: a sink
 
     def expected(self, position: int) -> int | None:
-        """The meaning of the KV at a physical position; None for a pad."""
+        """The meaning of the KV at a physical position; None for what is not read: a pad or a sink."""
+        if position < self.num_hidden:
+            return None
         if position >= self.suffix_start:
             return _meaning(self.owner, self.context(position - self.suffix_start))
         chunks = [item for item in self.items if item[0] == "chunk"]
@@ -266,7 +291,8 @@ class Runner:
             segments = [(s[0], s[2]) for s in layout["segments"]] if layout else []
             start = layout["suffix_block"] * BLOCK if layout else 0
             items = given.items if layout else [("text", tuple(given.token_ids))]
-            running = Running((given.salt, lora), items, start, segments, token_ids)
+            num_hidden = -(-len(given.sink) // BLOCK) * BLOCK if layout else 0
+            running = Running((given.salt, lora), items, start, segments, token_ids, num_hidden=num_hidden)
         running.blocks = list(new.block_ids[0])
         return running
 
@@ -304,7 +330,6 @@ class Engine:
         self,
         model: Path,
         *,
-        mode: str = "lazy",
         is_async: bool = False,
         scheduler_class: type | None = None,
         num_blocks: int = 200,
@@ -312,9 +337,7 @@ class Engine:
         budget: int = 256,
         **config: Any,
     ) -> None:
-        vllm_config = make_config(
-            model, mode=mode, is_async=is_async, max_num_seqs=max_num_seqs, budget=budget, **config
-        )
+        vllm_config = make_config(model, is_async=is_async, max_num_seqs=max_num_seqs, budget=budget, **config)
         vllm_config.cache_config.num_gpu_blocks = num_blocks
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -355,7 +378,7 @@ class Engine:
         self.prompts[request_id] = given
         args, token_ids = extra, token_ids or given.token_ids
         if extra is None:
-            asked = wire.WireRequest(given.spans, len(given.prefix))
+            asked = wire.WireRequest(given.spans, len(given.prefix), sink=given.sink)
             if self.num_added % 2 and asked.spans:  # every other request names the tokens of its chunks
                 token_ids, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
                 names, sent = self.sender.names(list(enumerate(contents)))
@@ -477,7 +500,6 @@ class Answer:
 def make_config(
     model: Path,
     *,
-    mode: str = "lazy",
     is_async: bool = False,
     max_num_seqs: int = 16,
     budget: int = 256,
@@ -498,7 +520,7 @@ def make_config(
         "cache_config": CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         "parallel_config": ParallelConfig(),
         "device_config": DeviceConfig("cpu"),
-        "additional_config": {"lazyrag": {"mode": mode, "debug": True}},
+        "additional_config": {"lazyrag": {"debug": True}},
     }
     config = VllmConfig(**{**parts, **changes})
     config.scheduler_config.async_scheduling = is_async  # the CPU platform switches it off

@@ -24,7 +24,7 @@ def full(**changes):
 def supported():
     """The settings that the checks look at, as an engine that is fine has them."""
     return SimpleNamespace(
-        additional_config={"lazyrag": {"mode": "lazy"}},
+        additional_config={"lazyrag": {"debug": True}},
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         model_config=SimpleNamespace(runner_type="generate", is_encoder_decoder=False, disable_cascade_attn=True),
         speculative_config=None,
@@ -90,7 +90,6 @@ def test_a_supported_engine_passes():
         ("kv_transfer_config", transfer(name="LMCacheConnectorV1"), ("LMCacheConnectorV1", checks.CONNECTOR)),
         ("kv_transfer_config", transfer(module="elsewhere"), (checks.CONNECTOR_MODULE,)),
         ("kv_transfer_config", transfer(policy="recompute"), ("kv_load_failure_policy", "'fail'")),
-        ("additional_config", {"lazyrag": {"mode": "eager"}}, ("'eager'", "lazy-prefix")),
         ("additional_config", {"lazyrag": {"mod": "lazy"}}, ("unknown", "mod")),
     ],
 )

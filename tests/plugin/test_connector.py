@@ -107,7 +107,6 @@ class Engine:
         self,
         folder: Path,
         *,
-        mode: str = "lazy",
         budget: int = 256,
         block_size: int = 16,
         kernel_block_size: int | None = None,
@@ -129,7 +128,7 @@ class Engine:
                 is_encoder_decoder=False,
             ),
             device_config=DeviceConfig("cpu"),
-            additional_config={"lazyrag": {"mode": mode, "debug": True}},
+            additional_config={"lazyrag": {"debug": True}},
             kv_transfer_config=KVTransferConfig(
                 kv_connector="LazyRAGConnector",
                 kv_connector_module_path="lazyrag.backend.tiers.connector",
@@ -331,7 +330,7 @@ def files(folder: Path) -> list[Path]:
 
 def warmed(folder: Path, *chunks: list[int], preamble: Sequence[int] = (), **settings: Any) -> Engine:
     """An engine that has computed and saved these chunks."""
-    engine = Engine(folder, mode="lazy-prefix" if preamble else "lazy", **settings)
+    engine = Engine(folder, **settings)
     engine.ask(*chunks, preamble=preamble)
     engine.run()
     return engine
@@ -408,7 +407,7 @@ def test_a_chunk_is_on_disk_before_its_request_is_answered(folder: Path) -> None
 def test_chunks_behind_a_preamble_are_loaded_with_it(folder: Path) -> None:
     first = warmed(folder, A, B, preamble=PREAMBLE)
     assert first.counters["saved"] == 3
-    second = Engine(folder, mode="lazy-prefix")
+    second = Engine(folder)
     second.ask(B, A, preamble=PREAMBLE)
     second.run()
     assert second.sources() == ["disk"] * 2
@@ -594,7 +593,7 @@ def test_a_failed_load_behind_a_preamble_is_computed_behind_it(folder: Path, whi
         file for file in files(folder) if num_tokens(file) == (len(PREAMBLE) if which == "the preamble" else len(A))
     ]
     flip(file, -1)
-    engine = Engine(folder, mode="lazy-prefix")
+    engine = Engine(folder)
     engine.ask(A, B, preamble=PREAMBLE)
     engine.run()
     assert engine.sources() == (["disk"] * 2 if which == "the preamble" else ["computed", "disk"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -19,6 +20,8 @@ from lazyrag.errors import CapacityError, ContextOverflowError, InputError, Requ
 
 PRE, SEP, QUESTION, OTHER = range(10, 21), range(30, 35), range(40, 49), range(60, 71)
 PREAMBLE, ALIGNED_PREAMBLE = range(500, 507), range(510, 518)
+BEHIND = {"lazy": {}, "sink": {"sink": PREAMBLE}, "prefix": {"prefix": PREAMBLE}}
+"""What a mode's chunks are computed behind."""
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +168,7 @@ def test_a_segment_that_ends_inside_a_block_is_computed_from_there(new_engine, l
 
 @pytest.mark.parametrize("preamble", [PREAMBLE, ALIGNED_PREAMBLE], ids=["padded", "aligned"])
 def test_chunks_behind_a_preamble(new_engine, lib, docs, preamble):
-    engine = new_engine(mode="lazy-prefix")
+    engine = new_engine()
 
     def given(*parts):
         return lib.prompt(*parts, prefix=preamble)
@@ -191,7 +194,7 @@ def test_chunks_behind_a_preamble(new_engine, lib, docs, preamble):
 
 
 def test_a_waiting_child_gets_its_preamble_again(new_engine, lib, docs):
-    engine = new_engine(mode="lazy-prefix", max_num_seqs=1)
+    engine = new_engine(max_num_seqs=1)
     request_id = engine.add(lib.prompt(docs[6], QUESTION, prefix=PREAMBLE))
     engine.step()  # one at a time: the preamble's child runs, the chunk's child waits for it
     assert engine.stats["children_in_flight"] >= 1
@@ -224,7 +227,7 @@ def test_requests_in_flight_share_children(new_engine, lib, docs):
 def test_when_a_second_request_comes_makes_no_difference_to_its_report(
     new_engine, new_loading_engine, lib, docs, loads, steps
 ):
-    engine = (new_loading_engine if loads else new_engine)(mode="lazy-prefix", budget=8)
+    engine = (new_loading_engine if loads else new_engine)(budget=8)
     given = lib.prompt(PRE, docs[0], SEP, docs[4], QUESTION, prefix=PREAMBLE)
     first = engine.add(given)
     for _ in range(steps):
@@ -239,17 +242,17 @@ def test_when_a_second_request_comes_makes_no_difference_to_its_report(
     assert (shared.report["preamble"], shared.sources) == ("hbm", ["hbm"] * 2)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 def test_salts_never_share(new_engine, lib, docs, mode):
-    engine = new_engine(mode=mode)
-    prefix = PREAMBLE if mode == "lazy-prefix" else ()
+    engine = new_engine()
+    behind = BEHIND[mode]
     for salt in (None, "x", "y"):
         before = engine.children
-        (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION, prefix=prefix, salt=salt))
+        (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], QUESTION, **behind, salt=salt))
         assert answer.right
         assert answer.sources == ["computed", "computed"]
-        assert engine.children - before == 2 + bool(prefix)
-    (answer,) = engine.generate(lib.prompt(OTHER, docs[1], QUESTION, prefix=prefix, salt="x"))
+        assert engine.children - before == 2 + bool(behind)
+    (answer,) = engine.generate(lib.prompt(OTHER, docs[1], QUESTION, **behind, salt="x"))
     assert answer.sources == ["hbm"]
 
 
@@ -297,14 +300,14 @@ def new_loading_engine(new_engine, lib, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 def test_loaded_chunks_are_reported_and_not_computed(new_loading_engine, lib, docs, mode):
-    engine = new_loading_engine(mode=mode)
-    prefix = PREAMBLE if mode == "lazy-prefix" else ()
-    (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], docs[6], QUESTION, prefix=prefix))
+    engine = new_loading_engine()
+    behind = BEHIND[mode]
+    (answer,) = engine.generate(lib.prompt(PRE, docs[0], SEP, docs[1], docs[6], QUESTION, **behind))
     assert answer.right
     assert answer.sources == ["disk"] * 3
-    assert answer.report["children_loaded"] == engine.stats["children_loaded"] == 3 + bool(prefix)
+    assert answer.report["children_loaded"] == engine.stats["children_loaded"] == 3 + bool(behind)
     assert engine.stats["children_computed"] == engine.stats["fail_safe"] == 0
     assert {request_id for step in engine.steps for request_id in step} == {answer.request_id}
 
@@ -318,27 +321,27 @@ def test_pads_that_were_not_loaded_are_never_read_as_text(new_loading_engine, li
     assert all(answer.right for answer in answers)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 def test_a_chunk_whose_loads_always_fail_is_computed(new_loading_engine, lib, docs, mode):
-    engine = new_loading_engine(mode=mode)
+    engine = new_loading_engine()
     engine.runner.loads_fail = True
-    prefix = PREAMBLE if mode == "lazy-prefix" else ()
+    behind = BEHIND[mode]
     answers = engine.generate(
-        lib.prompt(PRE, docs[0], SEP, docs[6], QUESTION, prefix=prefix),
-        lib.prompt(docs[6], OTHER, prefix=prefix),
+        lib.prompt(PRE, docs[0], SEP, docs[6], QUESTION, **behind),
+        lib.prompt(docs[6], OTHER, **behind),
         lib.prompt(docs[6].tokens[:20], QUESTION),
     )
     assert all(answer.right for answer in answers)
     assert answers[0].sources == ["computed", "computed"]
-    assert engine.stats["loads_failed"] == engine.stats["children_computed"] == 2 + bool(prefix)
+    assert engine.stats["loads_failed"] == engine.stats["children_computed"] == 2 + bool(behind)
     assert engine.stats["children_loaded"] == 0
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_with_loads_that_fail_now_and_then(new_loading_engine, lib, docs, mode, seed):
     rng = random.Random(seed)
-    engine = new_loading_engine(mode=mode, num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=32)
+    engine = new_loading_engine(num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=32)
     alive, gone = [], set()
     for _ in range(60):
         engine.runner.loads_fail = rng.random() < 0.3
@@ -625,27 +628,25 @@ def test_the_prefix_cache_can_be_reset_while_requests_wait(new_engine, lib, docs
 @pytest.mark.parametrize(
     ("extra", "kind", "word"),
     [
-        ({"lazyrag_version": 99, "lazyrag_spans": [0, 4, 0]}, InputError, "version"),
-        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 4]}, InputError, "lazyrag_spans"),
-        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": "abc"}, InputError, "lazyrag_spans"),
-        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 99999, 0]}, InputError, "cannot be reused"),
-        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [4, 4, 0, 2, 4, 0]}, InputError, "cannot be reused"),
-        ({"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [4, 4, 3]}, InputError, "offset"),
-        (
-            {"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [0, 4, 0], "lazyrag_prefix": -1},
-            InputError,
-            "lazyrag_prefix",
-        ),
-        (
-            {"lazyrag_version": wire.WIRE_VERSION, "lazyrag_spans": [8, 4, 0], "lazyrag_prefix": 4},
-            InputError,
-            "lazy-prefix",
-        ),
+        ({"lazyrag_version": 99, "lazyrag_spans": [0, 4, 0, 4]}, InputError, "version"),
+        ({"lazyrag_spans": [0, 4, 0]}, InputError, "lazyrag_spans"),
+        ({"lazyrag_spans": "abc"}, InputError, "lazyrag_spans"),
+        ({"lazyrag_spans": [0, 99999, 0, 0]}, InputError, "cannot be reused"),
+        ({"lazyrag_spans": [4, 4, 0, 4, 2, 4, 0, 4]}, InputError, "cannot be reused"),
+        ({"lazyrag_spans": [4, 4, 3, 7]}, InputError, "between two blocks"),
+        ({"lazyrag_spans": [4, 3, 0, 5]}, InputError, "between two blocks"),
+        ({"lazyrag_spans": [4, 4, 8, 12]}, InputError, "no part of a chunk"),
+        ({"lazyrag_spans": [4, 4, 0, 99]}, InputError, "no part of a chunk"),
+        ({"lazyrag_spans": [0, 4, 0, 4], "lazyrag_prefix": -1}, InputError, "lazyrag_prefix"),
+        ({"lazyrag_spans": [8, 4, 0, 4], "lazyrag_prefix": 4, "lazyrag_sink": [7]}, InputError, "lazyrag_sink"),
+        ({"lazyrag_spans": [8, 4, 0, 4], "lazyrag_sink": [7] * 257}, InputError, "256"),
+        ({"lazyrag_spans": [8, 4, 0, 4], "lazyrag_sink": [70000]}, InputError, "vocabulary"),
+        ({"lazyrag_spans": [8, 4, 0, 4], "lazyrag_sink": ["a"]}, InputError, "lazyrag_sink"),
     ],
 )
 def test_a_malformed_request_gets_an_error_and_the_engine_goes_on(new_engine, lib, docs, extra, kind, word):
     engine = new_engine()
-    bad = engine.add(lib.prompt(range(100, 130)), extra=extra)
+    bad = engine.add(lib.prompt(range(100, 130)), extra={wire.VERSION: wire.WIRE_VERSION, **extra})
     good = engine.add(lib.prompt(docs[0], QUESTION))
     engine.run()
     answer = engine.answer(bad)
@@ -758,7 +759,7 @@ def test_a_clients_sampling_params_are_left_as_they_are(new_engine, lib, docs):
     request_id = engine.add(given)
     engine.scheduler.requests[request_id].sampling_params = params
     request, layout = engine.scheduler.requests[request_id], engine.scheduler._lazy[request_id].layout
-    engine.scheduler._requests._apply(request, layout, list(given.token_ids), ["a"])
+    engine.scheduler._requests._apply(request, layout, list(given.token_ids), ["a"], [docs[0].tokens])
     assert params.extra_args == before
     engine.abort(request_id)
     engine.run()
@@ -803,7 +804,7 @@ def test_every_output_carries_the_report_beside_vllms_own_parameters(new_engine,
 
 
 def test_children_name_their_chunk_to_the_connector(new_engine, lib, docs):
-    engine = new_engine(mode="lazy-prefix")
+    engine = new_engine()
     engine.add(lib.prompt(PRE, docs[0], SEP, lib.Chunk(docs[4].tokens, offset=4, end=10), QUESTION, prefix=PREAMBLE))
     engine.scheduler._admit()
     engine.scheduler._spawn()
@@ -836,18 +837,26 @@ def random_prompt(rng, lib, docs, mode):
             parts.append([rng.randrange(100) for _ in range(rng.randint(1, 6))])
         offset = rng.choice([0, 0, lib.BLOCK]) if len(doc.tokens) > 2 * lib.BLOCK else 0
         end = rng.choice([None, rng.randint(offset + 1, len(doc.tokens))])
-        parts.append(lib.Chunk(doc.tokens, offset, end))
+        parts.append(with_gaps(rng, lib, lib.Chunk(doc.tokens, offset, end)))
     parts.append([rng.randrange(100) for _ in range(rng.randint(1, 12))])
-    prefix = rng.choice([(), PREAMBLE, ALIGNED_PREAMBLE]) if mode == "lazy-prefix" else ()
-    return lib.prompt(*parts, prefix=prefix, salt=rng.choice([None, None, "s"]))
+    behind = {} if mode == "lazy" else {mode: rng.choice([(), PREAMBLE, ALIGNED_PREAMBLE])}
+    return lib.prompt(*parts, **behind, salt=rng.choice([None, None, "s"]))
+
+
+def with_gaps(rng, lib, chunk):
+    """The chunk with some of its whole blocks computed in place, now and then."""
+    end = len(chunk.shown)
+    starts = [start for start in range(chunk.offset, end, lib.BLOCK) if rng.random() < 0.2]
+    gaps = tuple((start, min(start + lib.BLOCK, end)) for start in starts)
+    return replace(chunk, gaps=gaps) if rng.random() < 0.4 else chunk
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed):
     rng = random.Random(seed)
-    engine = new_engine(mode=mode, num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=budget)
+    engine = new_engine(num_blocks=44, max_num_seqs=rng.choice([2, 5, 12]), budget=budget)
     alive, gone = [], set()
     for _ in range(60):
         if rng.random() < 0.5:
@@ -870,17 +879,17 @@ def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed
     assert engine.scheduler.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lazy-prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 @pytest.mark.parametrize("seed", range(40))
 def test_every_request_ends_in_a_pool_of_a_few_blocks(new_loading_engine, lib, mode, seed):
     """Few tokens, so that prompts collide; loads, failing loads, aborts and resets in pools that hold one request."""
     rng = random.Random(seed)
     letters = (1, 1, 10, 11)  # 1 is the pad
     docs = [lib.Chunk(tuple(rng.choices(letters, k=rng.randint(1, 14)))) for _ in range(4)]
-    prefixes = [(), tuple(rng.choices(letters, k=rng.randint(1, 6))), (10, 11, 1, 1)] if mode == "lazy-prefix" else [()]
+    prefixes = [(), tuple(rng.choices(letters, k=rng.randint(1, 6))), (10, 11, 1, 1)]
     num_blocks = rng.choice([8, 12, 20])
     settings = {"max_num_seqs": rng.choice([1, 2, 5]), "budget": rng.choice([1, 3, 7, 64])}
-    engine = new_loading_engine(mode=mode, num_blocks=num_blocks, some=rng.random() < 0.5, **settings)
+    engine = new_loading_engine(num_blocks=num_blocks, some=rng.random() < 0.5, **settings)
     failing, aborting = rng.choice([0, 0.3]), rng.choice([0.1, 0.3])
 
     def some_prompt():
@@ -889,9 +898,11 @@ def test_every_request_ends_in_a_pool_of_a_few_blocks(new_loading_engine, lib, m
             parts.append(rng.choices(letters, k=rng.randint(0, 4)))
             offset = rng.choice([o for o in (0, 0, 0, 4, 8) if o < len(doc.tokens)])
             end = rng.choice([None, rng.randint(offset + 1, len(doc.tokens))])
-            parts.append(doc.tokens if rng.random() < 0.3 else lib.Chunk(doc.tokens, offset, end))
+            used = with_gaps(rng, lib, lib.Chunk(doc.tokens, offset, end))
+            parts.append(doc.tokens if rng.random() < 0.3 else used)
         parts.append(rng.choices(letters, k=rng.randint(1, 6)))
-        return lib.prompt(*parts, prefix=rng.choice(prefixes), salt=rng.choice([None, None, "s"]))
+        behind = {} if mode == "lazy" else {mode: rng.choice(prefixes)}
+        return lib.prompt(*parts, **behind, salt=rng.choice([None, None, "s"]))
 
     alive, gone = [], set()
     for _ in range(60):

@@ -21,6 +21,7 @@ RANKS = (
         "lazyrag._version",
         "lazyrag.types",
         "lazyrag.errors",
+        "lazyrag.modes",
         "lazyrag.optional",
         "lazyrag.registry",
         "lazyrag.backend",

@@ -72,8 +72,8 @@ def test_a_deleted_document_leaves_no_kv_of_any_model_or_preamble(connect: Conne
     for settings in (
         {},
         {"fingerprint": OTHER},
-        {"mode": "lazy-prefix", "preamble": "Be brief. "},
-        {"mode": "lazy-prefix", "preamble": "Be kind. "},
+        {"mode": "prefix", "preamble": "Be brief. "},
+        {"mode": "prefix", "preamble": "Be kind. "},
     ):
         rag = connect(**settings)
         put(rag, a=A)

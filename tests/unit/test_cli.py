@@ -450,7 +450,7 @@ def test_doctor_ends_with_1_if_something_does_not_fit(run: Run, model: Path, tmp
         (["ls", "--store", "absent"], "lazyrag ingest PATH --store absent"),
         (["verify", "--store", "absent"], "lazyrag ingest PATH --store absent"),
         (["ingest", ".", "--store", "kb", "--model", "absent/model"], "hf download absent/model"),
-        (["ingest", ".", "--store", "kb", "--model", "m", "--mode", "lzy"], "exact, lazy, lazy-prefix"),
+        (["ingest", ".", "--store", "kb", "--model", "m", "--mode", "lzy"], "exact, lazy, sink, prefix"),
         (["ingest", ".", "--store", "kb", "--chunk-size", "0"], "1 or more"),
         (["config", "show", "--config", "absent.toml"], "No such file"),
         (["explain", "absent.txt"], "absent.txt"),

@@ -174,9 +174,9 @@ def test_the_same_settings_are_the_same_client(model: Path) -> None:
 
 @pytest.mark.usefixtures("started")
 def test_a_store_remembers_what_it_was_filled_with(model: Path) -> None:
-    shelve(LazyRAG(model=str(model), store="kb", mode="lazy-prefix", preamble="Be brief."), A)
+    shelve(LazyRAG(model=str(model), store="kb", mode="prefix", preamble="Be brief."), A)
     later = LazyRAG(store="kb").config
-    assert (later.model, later.mode, later.preamble) == (str(model), "lazy-prefix", "Be brief.")
+    assert (later.model, later.mode, later.preamble) == (str(model), "prefix", "Be brief.")
     assert later.origin("mode") == "kb"
 
 
@@ -184,8 +184,8 @@ def test_a_store_remembers_what_it_was_filled_with(model: Path) -> None:
 def test_what_the_user_sets_wins_over_what_the_store_remembers(model: Path) -> None:
     shelve(LazyRAG(model=str(model), store="kb", mode="exact"), A)
     assert LazyRAG(store="kb", mode="lazy").config.mode == "lazy"
-    by_hand = Config(store=Path("kb"), mode="lazy-prefix", preamble="Be brief.")
-    assert LazyRAG(by_hand).config.mode == "lazy-prefix"
+    by_hand = Config(store=Path("kb"), mode="prefix", preamble="Be brief.")
+    assert LazyRAG(by_hand).config.mode == "prefix"
 
 
 @pytest.mark.usefixtures("started")
@@ -458,7 +458,7 @@ def test_warming_computes_what_is_known_and_passes_over_the_rest(connect: Connec
 
 
 def test_chunks_are_warmed_behind_the_preamble_of_a_chat(connect: Connect) -> None:
-    rag, _ = connect(mode="lazy-prefix", preamble="Be brief.")
+    rag, _ = connect(mode="prefix", preamble="Be brief.")
     ids = rag.register([A])
     list(rag.warm(ids))
     (answer,) = rag.generate([[Message("system", "Be brief."), Message("user", prompt_of(A))]])
@@ -468,14 +468,14 @@ def test_chunks_are_warmed_behind_the_preamble_of_a_chat(connect: Connect) -> No
 def test_a_model_without_a_chat_template_is_warmed_behind_a_bare_preamble(
     connect: Connect, make_model: Callable[..., Path]
 ) -> None:
-    rag, _ = connect(folder=make_model(None), mode="lazy-prefix", preamble="Be brief.")
+    rag, _ = connect(folder=make_model(None), mode="prefix", preamble="Be brief.")
     list(rag.warm(rag.register([A])))
     assert sources(rag, f"Be brief.\n{prompt_of(A)}") == (HBM,)
 
 
 def test_a_preamble_that_no_chat_begins_with_is_refused(connect: Connect, make_model: Callable[..., Path]) -> None:
     """Chunks computed without it would never be used."""
-    rag, engine = connect(folder=make_model(NO_SYSTEM), mode="lazy-prefix", preamble="Be brief.")
+    rag, engine = connect(folder=make_model(NO_SYSTEM), mode="prefix", preamble="Be brief.")
     with pytest.raises(ConfigError, match="preamble"):
         list(rag.warm(rag.register([A])))
     assert engine.requests == []
@@ -571,8 +571,8 @@ def test_kv_that_is_resident_already_is_noted_as_kv_that_is_computed(connect: Co
 
 def test_another_preamble_is_other_kv(connect: Connect) -> None:
     leave_kv()
-    brief = connect(store="kb", mode="lazy-prefix", preamble="Be brief.")[0]
-    kind = connect(store="kb", mode="lazy-prefix", preamble="Be kind.")[0]
+    brief = connect(store="kb", mode="prefix", preamble="Be brief.")[0]
+    kind = connect(store="kb", mode="prefix", preamble="Be kind.")[0]
     assert [shelve(rag, A, warm=True).warmed for rag in (brief, kind, brief)] == [1, 1, 0]
 
 
@@ -645,7 +645,7 @@ def test_a_chunk_that_was_cut_is_cited_as_far_as_it_is_shown(connect: Connect) -
 
 
 def test_query_puts_the_preamble_first(connect: Connect) -> None:
-    rag, _ = connect(store="kb", mode="lazy-prefix", preamble="Be brief.")
+    rag, _ = connect(store="kb", mode="prefix", preamble="Be brief.")
     shelve(rag, A, B, warm=True)
     answer = rag.query("river stone", k=2)
     assert answer.reuse.sources == (HBM, HBM)

@@ -150,8 +150,8 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"mode": "lzy"}, "exact, lazy, lazy-prefix"),
-        ({"mode": "lazy-prefix"}, "preamble"),
+        ({"mode": "lzy"}, "exact, lazy, sink, prefix"),
+        ({"mode": "prefix"}, "preamble"),
         ({"log_level": "loud"}, "debug, info, warning, error"),
         ({"chunk_size": 16, "chunk_overlap": 16}, "chunk_size"),
         ({"chunk_overlap": -1}, "0 or more"),

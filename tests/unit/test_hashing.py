@@ -13,8 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyrag.backend.hashing import NAME_DIGITS, ExtraKeys, block_hashes, chunk_key, chunk_name, head_names
-from lazyrag.backend.layout import Layout, Span, lay_out
+from lazyrag.backend.hashing import (
+    NAME_DIGITS,
+    ExtraKeys,
+    block_hashes,
+    chunk_hashes,
+    chunk_key,
+    chunk_name,
+    head_names,
+)
+from lazyrag.backend.layout import Layout, Span, lay_out, take_apart
 
 PAD, BLOCK = 0, 4
 KEYS = ExtraKeys(("lora", "salt"), ("lora",))
@@ -42,7 +50,24 @@ def marked(token_ids):
     return chain
 
 
-def hashed(parts, prefix=(), keys=KEYS):
+def of_segments(layout, contents, keys=KEYS):
+    """The hashes of all segments' blocks, as the scheduler puts them together."""
+    hashes, behind = [], None
+    for segment, content in zip(layout.segments, contents, strict=True):
+        of_chunk = chunk_hashes(
+            content,
+            block_size=BLOCK,
+            pad=PAD,
+            keys=keys,
+            hash_block=spell,
+            behind=behind if segment.behind_first else None,
+        )
+        hashes += of_chunk[segment.offset // BLOCK :][: segment.num_blocks]
+        behind = behind or hashes[-1]
+    return hashes
+
+
+def hashed(parts, prefix=(), keys=KEYS, sink=()):
     """(layout, hashes) of literals (lists) and chunks (tuples of tokens, or (tokens, offset, end))."""
     token_ids, spans = list(prefix), []
     for part in parts:
@@ -52,8 +77,10 @@ def hashed(parts, prefix=(), keys=KEYS):
         tokens, offset, end = part if isinstance(part[0], tuple) else (part, 0, len(part))
         spans.append(Span(len(token_ids) + offset, end - offset, offset))
         token_ids += tokens[:end]
-    layout, physical = lay_out(token_ids, spans, prefix_len=len(prefix), block_size=BLOCK, pad=PAD)
-    return layout, block_hashes(layout, physical, [], keys, spell)
+    layout, physical = lay_out(token_ids, spans, prefix_len=len(prefix), block_size=BLOCK, pad=PAD, sink=sink)
+    _, contents = take_apart(token_ids, spans, len(prefix))
+    known = of_segments(layout, [sink, *contents] if sink else contents, keys)
+    return layout, known + block_hashes(layout, physical, known, keys, spell)
 
 
 def of_segment(result, index):
@@ -110,7 +137,7 @@ def test_a_chunk_behind_the_preamble_hashes_as_text_behind_it(prefix):
     assert of_segment(parent, 0) == marked(prefix)
     for index, tokens in ((1, tuple(range(100, 108))), (2, tuple(range(100, 112)))):
         child = Layout(BLOCK, (preamble,), preamble.num_blocks)
-        hashes = block_hashes(child, [*padded(prefix), *tokens], [], KEYS, spell)
+        hashes = block_hashes(child, [*padded(prefix), *tokens], of_segments(child, [prefix]), KEYS, spell)
         segment = of_segment(parent, index)
         assert hashes[-len(segment) :] == segment
 
@@ -118,6 +145,22 @@ def test_a_chunk_behind_the_preamble_hashes_as_text_behind_it(prefix):
 def test_a_chunk_behind_a_preamble_is_not_the_chunk_alone():
     alone, behind, other = hashed([A, TEXT]), hashed([A, TEXT], prefix=PREFIX), hashed([A, TEXT], prefix=PREFIX[:-1])
     assert len({tuple(of_segment(r, -1)) for r in (alone, behind, other)}) == 3
+
+
+@pytest.mark.parametrize("behind", [PREFIX, ALIGNED], ids=["padded", "aligned"])
+def test_a_chunk_behind_a_sink_is_the_chunk_behind_a_preamble_of_its_tokens(behind):
+    ours, theirs = hashed([TEXT, A, MORE], sink=behind), hashed([TEXT, A, MORE], prefix=behind)
+    assert [of_segment(ours, i) for i in (0, 1)] == [of_segment(theirs, i) for i in (0, 1)]
+    assert not set(of_segment(ours, 1)) & set(of_segment(hashed([TEXT, A, MORE]), 0))
+
+
+def test_a_sink_is_no_part_of_the_text():
+    """The literals in front of the first chunk are an ordinary prompt; behind it they depend on what it saw."""
+    alone, behind, other = hashed([TEXT, A, MORE]), *(hashed([TEXT, A, MORE], sink=sink) for sink in (PREFIX, ALIGNED))
+    shared = len(TEXT) // BLOCK
+    assert of_suffix(alone)[:shared] == of_suffix(behind)[:shared] == of_suffix(other)[:shared] == stock(TEXT)
+    assert len({of_suffix(result)[shared] for result in (alone, behind, other)}) == 3
+    assert of_suffix(hashed([B, TEXT], sink=ALIGNED))[0] not in {of_suffix(hashed([B, TEXT]))[0], stock([*B, *TEXT])[2]}
 
 
 def test_a_chunk_right_behind_an_aligned_preamble_is_an_ordinary_prompt():
@@ -233,11 +276,12 @@ def test_hashes_of_generated_tokens_are_the_same_one_by_one(parts, tail, step):
         token_ids += part
     layout, physical = lay_out(token_ids, spans, prefix_len=0, block_size=BLOCK, pad=PAD)
     everything = [*physical, *tail]
-    grown = block_hashes(layout, physical, [], KEYS, spell)
+    known = of_segments(layout, take_apart(token_ids, spans, 0)[1])
+    grown = known + block_hashes(layout, physical, known, KEYS, spell)
     for end in range(len(physical), len(everything) + 1, step):
         grown += block_hashes(layout, everything[:end], grown, KEYS, spell)
     grown += block_hashes(layout, everything, grown, KEYS, spell)
-    assert grown == block_hashes(layout, everything, [], KEYS, spell)
+    assert grown == known + block_hashes(layout, everything, known, KEYS, spell)
     assert len(grown) == len(everything) // BLOCK
 
 

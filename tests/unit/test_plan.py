@@ -15,15 +15,18 @@ from lazyrag.backend.layout import Span, lay_out
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.errors import ConfigError, InputError
 from lazyrag.plan import (
+    ALL_COMPUTED,
     AT_END,
     CUT_TOO_EARLY,
     MODE_EXACT,
     NO_PREAMBLE,
     NO_ROUND_TRIP,
     REASONS,
+    SINK_TOKENS,
     TOO_MANY,
     TOO_SHORT,
     Planner,
+    default_sink,
 )
 from lazyrag.segmenter import Segmenter
 from lazyrag.tokens import Tokenizer
@@ -74,12 +77,22 @@ def check(planner: Planner, plan: PromptPlan, prompt: str) -> None:
         assert piece.reason in ("", *REASONS)
         if piece.chunk_id is not None:
             assert piece.reuse or piece.reason
-    for segment in plan.segments:
-        assert segment.num_tokens >= planner.min_tokens
-    spans = [Span(s.start, s.num_tokens, s.offset) for s in plan.segments]
+    for piece in plan.pieces:
+        if piece.reuse:
+            assert sum(end - start for start, end in piece.reused) >= planner.min_tokens
+            assert sorted(t for start, end in (*piece.reused, *piece.computed) for t in range(start, end)) == list(
+                range(len(piece.token_ids))
+            )
+    assert bool(plan.sink) == (plan.mode.startswith("sink") and bool(plan.segments))
+    spans = [Span(s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in plan.segments]
     if ids:
         layout, physical = lay_out(
-            plan.token_ids, spans, prefix_len=plan.prefix_len, block_size=planner.block_size, pad=0
+            plan.token_ids,
+            spans,
+            prefix_len=plan.prefix_len,
+            block_size=planner.block_size,
+            pad=0,
+            sink=plan.sink,
         )
         layout.check()
         assert len(physical) > layout.suffix_start
@@ -100,8 +113,10 @@ def test_every_plan_is_its_prompt(
     rng = random.Random(seed)
     kind = rng.choice(["byte-level", "byte-level with BOS", "metaspace", "prepend"])
     preamble = rng.choice(["", "You are a careful assistant.\n\n"])
-    modes = ["exact", "lazy", *(["lazy-prefix"] if preamble else [])]
     block_size = rng.choice([1, 7, 16, 32])
+    in_part = f"+first_k={rng.choice([0, 1, 3]) * block_size}+recompute={rng.choice([0, 0.1, 0.5])}"
+    kinds = ["lazy", "sink", *(["prefix"] if preamble else [])]
+    modes = ["exact", *kinds, *(kind + in_part for kind in kinds)]
     planners = [
         Planner(
             tokenizers[kind],
@@ -439,7 +454,7 @@ def test_chats_search_contents_and_never_the_template(make_planner: Callable[...
 def test_lazy_prefix_counts_the_preamble_of_a_string(make_planner: Callable[..., Planner], chunks: list[str]) -> None:
     preamble = "You are a careful assistant.\n\n"
     for kind in ("byte-level", "byte-level with BOS", "metaspace"):
-        planner = make_planner(kind, mode="lazy-prefix", preamble=preamble)
+        planner = make_planner(kind, mode="prefix", preamble=preamble)
         plan = planner.plan_text(f"{preamble}{chunks[0]}\nQ")
         check(planner, plan, f"{preamble}{chunks[0]}\nQ")
         assert list(plan.token_ids[: plan.prefix_len]) == planner.tokenizer.encode_template(preamble, add_bos=True)
@@ -449,7 +464,7 @@ def test_lazy_prefix_counts_the_preamble_of_a_string(make_planner: Callable[...,
 def test_lazy_prefix_takes_a_chats_system_message_as_the_preamble(
     make_planner: Callable[..., Planner], chunks: list[str]
 ) -> None:
-    planner = make_planner(mode="lazy-prefix", preamble=" You are careful.\n")
+    planner = make_planner(mode="prefix", preamble=" You are careful.\n")
 
     def chat(system: str) -> list[TextPiece]:
         return [
@@ -475,7 +490,7 @@ def test_lazy_prefix_takes_a_chats_system_message_as_the_preamble(
 def test_without_its_preamble_a_prompt_reuses_nothing_in_lazy_prefix(
     make_planner: Callable[..., Planner], chunks: list[str]
 ) -> None:
-    planner = make_planner(mode="lazy-prefix", preamble="You are careful.")
+    planner = make_planner(mode="prefix", preamble="You are careful.")
     for start in ("", "you are careful.", "\nYou are careful."):
         plan = planner.plan_text(f"{start}{chunks[0]}\nQ")
         assert plan.prefix_len == 0
@@ -483,7 +498,7 @@ def test_without_its_preamble_a_prompt_reuses_nothing_in_lazy_prefix(
 
 
 def test_a_prompt_that_is_only_the_preamble_has_no_prefix(make_planner: Callable[..., Planner]) -> None:
-    planner = make_planner(mode="lazy-prefix", preamble="You are careful.")
+    planner = make_planner(mode="prefix", preamble="You are careful.")
     assert planner.plan_text("You are careful.").prefix_len == 0
 
 
@@ -491,12 +506,101 @@ def test_the_preamble_is_a_piece_of_its_own_in_every_mode(
     make_planner: Callable[..., Planner], chunks: list[str]
 ) -> None:
     prompt = f"You are careful. Context: {chunks[0]}\nQ"
-    plans = [
-        make_planner(mode=mode, preamble="You are care").plan_text(prompt) for mode in ("exact", "lazy", "lazy-prefix")
-    ]
+    plans = [make_planner(mode=mode, preamble="You are care").plan_text(prompt) for mode in ("exact", "lazy", "prefix")]
     assert {plan.pieces[0].text for plan in plans} == {"You are care"}
     assert len({plan.token_ids for plan in plans}) == 1
     assert [plan.prefix_len > 0 for plan in plans] == [False, False, True]
+
+
+# ---------------------------------------------------------------- sinks, and what is computed in place
+
+
+def test_a_sink_is_planned_only_where_chunks_are_reused(
+    make_planner: Callable[..., Planner], chunks: list[str]
+) -> None:
+    planner = make_planner("byte-level with BOS", mode="sink")
+    plan = planner.plan_text(f"{chunks[0]}\nQ")
+    assert plan.sink == planner.sink == default_sink(planner.tokenizer)
+    assert plan.token_ids == make_planner("byte-level with BOS", mode="lazy").plan_text(f"{chunks[0]}\nQ").token_ids
+    assert planner.plan_text("Nothing known.").sink == ()
+    assert planner.plan_text(f"{chunks[0]}\nQ", mode="lazy").sink == ()
+    assert make_planner(mode="sink", sink=[7, 8]).plan_text(f"{chunks[0]}\nQ").sink == (7, 8)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level with BOS", "metaspace", "prepend"])
+def test_the_default_sink_begins_as_the_models_prompts_do(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    sink = default_sink(tokenizer)
+    begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    assert len(sink) == SINK_TOKENS
+    assert begin is None or sink[0] == begin
+    assert tokenizer.decode(sink[begin is not None :]).strip() == ""
+
+
+@pytest.mark.parametrize("mode", ["lazy", "sink"])
+@pytest.mark.parametrize("first_k", [16, 32])
+def test_first_k_computes_the_head_of_each_chunk_in_place(
+    make_planner: Callable[..., Planner], chunks: list[str], mode: str, first_k: int
+) -> None:
+    prompt = f"{chunks[0]}\n\n{chunks[5]}\nQ"
+    whole = make_planner(mode=mode).plan_text(prompt)
+    plan = make_planner(mode=f"{mode}+first_k={first_k}").plan_text(prompt)
+    check(make_planner(mode=mode), plan, prompt)
+    assert plan.token_ids == whole.token_ids
+    for ours, theirs in zip(plan.segments, whole.segments, strict=True):
+        assert (ours.offset, ours.chunk_tokens) == (first_k, theirs.num_tokens)
+        assert (ours.start, ours.num_tokens) == (theirs.start + first_k, theirs.num_tokens - first_k)
+
+
+def test_a_chunk_that_first_k_leaves_little_of_is_not_reused(
+    make_planner: Callable[..., Planner], chunks: list[str]
+) -> None:
+    planner = make_planner()
+    num_tokens = len(planner.plan_text(f"{chunks[0]}\nQ").pieces[0].token_ids)
+    for left, reused in ((planner.min_tokens, True), (planner.min_tokens - 1, False)):
+        one = make_planner(block_size=1, mode=f"lazy+first_k={num_tokens - left}")
+        plan = one.plan_text(f"{chunks[0]}\nQ")
+        assert (bool(plan.segments), reasons(plan)) == (reused, [""] if reused else [ALL_COMPUTED])
+
+
+def test_recompute_computes_the_blocks_with_the_highest_scores(
+    make_planner: Callable[..., Planner], chunks: list[str]
+) -> None:
+    prompt = f"{chunks[4]}\n\n{chunks[5]}\nQ"
+    asked = []
+
+    def scores(id: str) -> list[float]:
+        asked.append(id)
+        # The middle of one chunk; nothing is known of the other.
+        return [1.0 if 70 <= n < 100 else 0.0 for n in range(1000)] if id == chunk_id(chunks[4]) else []
+
+    planner = make_planner(mode="lazy+recompute=0.25", scores=scores)
+    plan = planner.plan_text(prompt)
+    check(planner, plan, prompt)
+    known, _, unknown, _ = plan.pieces
+    num_blocks = [-(-len(piece.token_ids) // BLOCK) for piece in (known, unknown)]
+    num_computed = [int(n * 0.25 + 0.5) for n in num_blocks]
+    blocks = [
+        [t // BLOCK for start, end in piece.computed for t in range(start, end, BLOCK)] for piece in (known, unknown)
+    ]
+    assert [len(found) for found in blocks] == num_computed
+    assert {5} < {*blocks[0]} <= {4, 5, 6, *range(num_computed[0] - 3)}, "blocks 4 to 6 hold the scored tokens"
+    assert blocks[1] == list(range(num_computed[1])), "the first blocks, where nothing is known"
+    assert asked == [chunk_id(chunks[4]), chunk_id(chunks[5])]
+
+    both = make_planner(mode="lazy+first_k=16+recompute=0.25", scores=scores).plan_text(prompt).pieces[0]
+    assert both.computed[0] == (0, BLOCK)
+    assert (5 * BLOCK, 6 * BLOCK) in [(b, b + BLOCK) for start, end in both.computed for b in range(start, end, BLOCK)]
+
+
+def test_a_mode_can_be_chosen_for_one_prompt(make_planner: Callable[..., Planner], chunks: list[str]) -> None:
+    planner = make_planner(mode="lazy")
+    prompt = f"{chunks[0]}\nQ"
+    plans = [planner.plan_text(prompt, mode=mode) for mode in (None, "exact", "sink+first_k=16")]
+    assert [plan.mode for plan in plans] == ["lazy", "exact", "sink+first_k=16"]
+    assert [len(plan.segments) for plan in plans] == [1, 0, 1]
+    assert len({plan.token_ids for plan in plans}) == 1
+    assert planner.plan_pieces([TextPiece(prompt, CONTENT)], mode="exact").segments == ()
 
 
 # ---------------------------------------------------------------- refusals
@@ -506,7 +610,11 @@ def test_settings_that_cannot_be_are_refused(make_planner: Callable[..., Planner
     with pytest.raises(ConfigError, match="no mode"):
         make_planner(mode="fast")
     with pytest.raises(ConfigError, match="needs a preamble"):
-        make_planner(mode="lazy-prefix")
+        make_planner(mode="prefix")
+    with pytest.raises(ConfigError, match="first_k=32"):
+        make_planner(mode="lazy+first_k=24")
+    with pytest.raises(ConfigError, match="needs a preamble"):
+        make_planner().plan_text("x", mode="prefix")
     with pytest.raises(ConfigError, match="special="):
         make_planner().plan_text("x", special="maybe")
 

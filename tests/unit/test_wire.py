@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from lazyrag import errors
 from lazyrag.backend import wire
-from lazyrag.backend.layout import Span, lay_out
+from lazyrag.backend.layout import MOST_SINK, Span, lay_out
 from lazyrag.errors import CapacityError, InputError, LazyRAGError, RequestError
 
+V = {wire.VERSION: wire.WIRE_VERSION}
 numbers = st.integers(0, 2**31)
-spans = st.lists(st.builds(Span, numbers, numbers, numbers), max_size=8)
+spans = st.lists(st.builds(Span, numbers, numbers, numbers, numbers), max_size=8)
 
 
 @given(spans, numbers)
@@ -27,6 +28,12 @@ def test_spans_survive_the_way_to_the_scheduler(given_spans, prefix_len):
 def test_names_and_contents_survive_the_way_to_the_scheduler():
     request = wire.WireRequest([Span(3, 2)], 3, ["p", "q"], {"q": b"1234"})
     assert wire.request_from_args(wire.request_to_args(request)) == request
+
+
+def test_a_sink_survives_the_way_to_the_scheduler():
+    args = json.loads(json.dumps(wire.spans_to_args([Span(3, 2)], 0, range(4))))
+    assert list(wire.request_from_args(args).sink) == [0, 1, 2, 3]
+    assert wire.SINK not in wire.strip_sent(args)
 
 
 @given(spans, numbers)
@@ -43,27 +50,33 @@ def test_an_ordinary_request_has_no_arguments():
 @pytest.mark.parametrize(
     "args",
     [
-        {wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: 1, wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: "2", wire.SPANS: [0, 1, 0]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, "0"]},
-        {wire.VERSION: 2, wire.SPANS: [0, True, 0]},
-        {wire.VERSION: 2, wire.SPANS: [0, -1, 0]},
-        {wire.VERSION: 2, wire.SPANS: [[0, 1, 0]]},
-        {wire.VERSION: 2, wire.SPANS: {"a": 1}},
-        {wire.VERSION: 2, wire.SPANS: 7},
-        {wire.VERSION: 2, wire.SPANS: [0, 1.0, 0]},
-        {wire.VERSION: 2, wire.PREFIX: "4"},
-        {wire.VERSION: 2, wire.PREFIX: -1},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: []},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a", "b"]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: [1]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: "a"},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.PREFIX: 1, wire.NAMES: ["a"]},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a"], wire.CONTENTS: {"a": [1]}},
-        {wire.VERSION: 2, wire.SPANS: [0, 1, 0], wire.NAMES: ["a"], wire.CONTENTS: ["a"]},
+        {wire.SPANS: [0, 1, 0, 1]},
+        {wire.VERSION: 2, wire.SPANS: [0, 1, 0, 1]},
+        {wire.VERSION: "3", wire.SPANS: [0, 1, 0, 1]},
+        {**V, wire.SPANS: [0, 1, 0]},
+        {**V, wire.SPANS: [0, 1, 0, "1"]},
+        {**V, wire.SPANS: [0, True, 0, 1]},
+        {**V, wire.SPANS: [0, -1, 0, 1]},
+        {**V, wire.SPANS: [[0, 1, 0, 1]]},
+        {**V, wire.SPANS: {"a": 1}},
+        {**V, wire.SPANS: 7},
+        {**V, wire.SPANS: [0, 1.0, 0, 1]},
+        {**V, wire.PREFIX: "4"},
+        {**V, wire.PREFIX: -1},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: []},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: ["a", "b"]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: [1]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: "a"},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.PREFIX: 1, wire.NAMES: ["a"]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: ["a"], wire.CONTENTS: {"a": [1]}},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.NAMES: ["a"], wire.CONTENTS: ["a"]},
         {wire.NAMES: ["a"]},
+        {wire.SINK: [1]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.SINK: "a"},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.SINK: [-1]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.SINK: [True]},
+        {**V, wire.SPANS: [4, 1, 0, 1], wire.PREFIX: 2, wire.SINK: [1]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.SINK: [1] * (MOST_SINK + 1)},
     ],
 )
 def test_anything_else_is_refused(args):
@@ -76,6 +89,11 @@ def test_a_layout_is_flat_numbers_for_the_worker():
     sent = json.loads(json.dumps(wire.layout_to_wire(layout)))
     assert sent["suffix_block"] == 5
     assert sent["segments"] == [[0, 1, 2, 0, 0], [1, 2, 5, 1, 1], [3, 2, 6, 5, 6]]
+
+
+def test_a_worker_is_not_told_of_a_sink():
+    layout, _ = lay_out(range(30), [Span(3, 5)], prefix_len=0, block_size=4, pad=0, sink=range(6))
+    assert wire.layout_to_wire(layout) == {"suffix_block": 4, "segments": [[2, 2, 5, 3, -3]]}
 
 
 def test_what_only_the_scheduler_may_write_is_stripped():

@@ -212,8 +212,9 @@ class PromptPlan:
         out, start = [], 0
         for piece in self.pieces:
             num_tokens = len(piece.token_ids)
-            for first, end in piece.reused if piece.chunk_id is not None else ():
-                out.append(Segment(piece.chunk_id, start + first, end - first, first, num_tokens))
+            if piece.chunk_id is not None:
+                for first, end in piece.reused:
+                    out.append(Segment(piece.chunk_id, start + first, end - first, first, num_tokens))
             start += num_tokens
         return tuple(out)
 

@@ -240,12 +240,13 @@ class RequestMaker:
             sent = dict(map(self._contents.add, asked.contents.values()))
         except ValueError as error:
             raise InputError("The tokens of a segment are not valid:", why=f"{error}.") from None
+        literals: Sequence[int] = token_ids
         if asked.names is None:
             check_spans(asked.spans, asked.prefix_len, len(token_ids))
             literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
             names = [name_of(pack(content)) for content in contents]  # vLLM has checked them
         else:
-            literals, names = token_ids, list(asked.names)
+            names = list(asked.names)
             found = {name: sent.get(name) or self._contents.get(name) for name in names}
             contents = [tokens for name in names if (tokens := found[name]) is not None]
         if len(contents) < len(names):

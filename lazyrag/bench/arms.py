@@ -22,6 +22,7 @@ class Arm:
         order: in which the arm sends a request's documents.
         spans: documents are marked as reusable.
         salted: every request under a salt of its own.
+        in_part: of each document, the workload's `first_k` tokens are computed in their place.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Arm:
     order: Order = "fresh"
     spans: bool = False
     salted: bool = False
+    in_part: bool = False
 
 
 ARMS = {
@@ -40,6 +42,9 @@ ARMS = {
         Arm("prefix-reorder", "stock", "the same, documents sorted so that prefixes recur", order="sorted"),
         Arm("lazy", "lazy", "LazyRAG, documents in the request's order", spans=True),
         Arm("materialize", "materialize", "each use copies the KV and turns its keys; stock attention", spans=True),
+        Arm(
+            "first-k", "lazy", "LazyRAG, the first tokens of each document computed in place", spans=True, in_part=True
+        ),
         Arm("perfect", "stock", "vLLM, everything in front of the question is one cached prefix", order="sorted"),
         Arm("stock", "stock", "ordinary requests to vLLM", order="sorted"),
         Arm("plugin", "lazy", "ordinary requests to an engine with LazyRAG's scheduler and worker", order="sorted"),

@@ -302,7 +302,8 @@ class Server:
         """The token ids that go to vLLM, and what makes a request a lazy one: as `LocalEngine` sends it."""
         if not prompt.spans:
             return prompt.token_ids, {}
-        spans = [Span(*span) for span in prompt.spans]
+        k = prompt.first_k
+        spans = [Span(start + k, length - k, k, length) for start, length in prompt.spans]
         literals, contents = take_apart(prompt.token_ids, spans, 0)
         names, sent = self._sender.names(list(zip(prompt.documents, contents, strict=True)))
         return literals, wire.request_to_args(wire.WireRequest(spans, 0, names, sent))
@@ -323,5 +324,5 @@ def _found(prompt: Prompt, output: Any) -> int:
     report = wire.report_from_params(output.kv_transfer_params)
     if report is None:
         return int(output.num_cached_tokens or 0)
-    sizes = (num_tokens for _, num_tokens in prompt.spans)
+    sizes = (num_tokens - prompt.first_k for _, num_tokens in prompt.spans)
     return sum(size for size, source in zip(sizes, report["sources"], strict=True) if source == HBM)

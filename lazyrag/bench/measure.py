@@ -97,7 +97,8 @@ class Bench:
         prompts = batch.prompts(arm)
         timed: Timed = self.engines[arm.engine].call("generate", prompts=prompts, max_tokens=max_tokens)
         if check and expects_hits(arm, batch.workload):
-            reused = batch.workload.documents * batch.workload.tokens
+            computed = batch.workload.first_k if arm.in_part else 0
+            reused = batch.workload.documents * (batch.workload.tokens - computed)
             if min(timed.found) < reused - BLOCK:
                 raise NotMeasuredError(
                     f"Only {min(timed.found)} of {reused} document tokens were still cached for the arm {arm.name!r}.",
@@ -200,7 +201,7 @@ class Batch:
 
 def prompt_of(traffic: Traffic, draw: Draw, arm: Arm) -> Prompt:
     """A drawn request as an arm sends it."""
-    return traffic.prompt(draw, order=arm.order, spans=arm.spans, salted=arm.salted)
+    return traffic.prompt(draw, order=arm.order, spans=arm.spans, salted=arm.salted, in_part=arm.in_part)
 
 
 def expects_hits(arm: Arm, workload: Workload) -> bool:

@@ -47,6 +47,8 @@ METRICS = {
     for metric in (
         Metric("ttft_hot", f"{TTFT}; its documents are cached, in a fresh order", "ms", ON_HOT, LONG),
         Metric("ttft_hot_literals", f"{TTFT}; the same, with literals between the documents", "ms", ON_HOT, LONG),
+        Metric("ttft_first_k", f"{TTFT}; its documents are cached, the first tokens of each computed in place", "ms",
+               (("first-k", "lazy"), ("first-k", "perfect"), ("first-k", "prefix")), frozenset({"prefix"})),
         Metric("decode_step", "milliseconds a token: (t(1 + n tokens) - t(1 token)) / n", "ms", (("lazy", "perfect"),)),
         Metric("cold", f"{TTFT}; no document was seen before", "ms", (("lazy", "recompute"),)),
         Metric("ordinary", "requests without documents to reuse: time to the first token, a step, or tokens a second",
@@ -81,12 +83,15 @@ def metrics(names: Sequence[str]) -> list[Metric]:
 # ---------------------------------------------------------------- workloads
 
 
-def _cases(hot: Sequence[Workload], decode: Sequence[Workload], *, chunks: int, chunk: int) -> dict[str, list[Case]]:
-    """What can be derived from hot requests and decode batches."""
+def _cases(
+    hot: Sequence[Workload], decode: Sequence[Workload], *, chunks: int, chunk: int, block: int
+) -> dict[str, list[Case]]:
+    """What can be derived from hot requests and decode batches; `block` is the smallest `first_k` there is."""
     middle = hot[len(hot) // 2]
     return {
         "ttft_hot": [("ttft", w) for w in hot],
         "ttft_hot_literals": [("ttft", replace(w, literal=12)) for w in hot],
+        "ttft_first_k": [("ttft", replace(w, first_k=block)) for w in hot],
         "decode_step": [("decode", w) for w in decode],
         "cold": [("ttft", replace(w, new=True)) for w in hot],
         "ordinary": [
@@ -120,7 +125,7 @@ def _llama_8b() -> dict[str, list[Case]]:
     ]
     table11 = Workload(documents=5, tokens=8192, pool=16, batch=32, output=8, kv_bytes=10 * 10**9)
     return {
-        **_cases(hot, decode, chunks=64, chunk=512),
+        **_cases(hot, decode, chunks=64, chunk=512, block=16),
         "table11_ttft": [("batch", table11)],
         "table11_throughput": [("batch", table11)],
         "rate_at_slo": _pooled((0, 1.1, 2.1), pool=100, tokens=2048, arrivals=100),
@@ -132,7 +137,7 @@ def _tiny() -> dict[str, list[Case]]:
     decode = [replace(_decode(4, 256, batch, 8), question=16) for batch in (1, 4)]
     table11 = Workload(documents=3, tokens=256, pool=6, batch=8, question=16, output=4)
     return {
-        **_cases(hot, decode, chunks=8, chunk=128),
+        **_cases(hot, decode, chunks=8, chunk=128, block=32),
         "table11_ttft": [("batch", table11)],
         "table11_throughput": [("batch", table11)],
         "rate_at_slo": _pooled((1.1,), pool=10, tokens=256, arrivals=20),

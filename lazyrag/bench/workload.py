@@ -31,6 +31,7 @@ class Workload:
         batch: requests sent together.
         shared: the requests of a batch are about the same documents; else each has its own.
         new: no document was ever seen before.
+        first_k: tokens of each document that an arm which computes some in their place computes.
         pool: documents that a request's are drawn from, without replacement; 0: all requests are about the same ones.
         skew: a document of the pool is drawn with a probability proportional to rank^-skew.
         arrivals: requests of a Poisson stream; 0: the next is sent when the last is answered.
@@ -45,6 +46,7 @@ class Workload:
     batch: int = 1
     shared: bool = True
     new: bool = False
+    first_k: int = 0
     pool: int = 0
     skew: float = 0.0
     arrivals: int = 0
@@ -58,6 +60,8 @@ class Workload:
             parts.append(f"{self.literal} between")
         if self.new:
             parts.append("all new")
+        if self.first_k:
+            parts.append(f"first {self.first_k} computed")
         if self.pool:
             parts += [f"pool {self.pool}", f"zipf {self.skew:g}"]
         if self.batch > 1:
@@ -90,12 +94,14 @@ class Prompt:
         spans: (start, number of tokens) of each reusable run; none for an ordinary request.
         documents: names the tokens of each span.
         salt: requests with different salts share no KV.
+        first_k: tokens of each run that are computed in their place all the same.
     """
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...] = ()
     documents: tuple[str, ...] = ()
     salt: str = ""
+    first_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ class Traffic:
         self._random.shuffle(chosen)
         return Draw(tuple(chosen), self.random_tokens(self.workload.question))
 
-    def prompt(self, draw: Draw, *, order: Order, spans: bool, salted: bool) -> Prompt:
+    def prompt(self, draw: Draw, *, order: Order, spans: bool, salted: bool, in_part: bool = False) -> Prompt:
         """A drawn request as an arm sends it.
 
         Args:
@@ -169,6 +175,7 @@ class Traffic:
             order: of the documents.
             spans: mark the documents as reusable.
             salted: under a salt of its own, so that nothing is found in any cache.
+            in_part: of each document `first_k` tokens are computed in their place.
         """
         token_ids: list[int] = []
         places, names = [], []
@@ -181,7 +188,9 @@ class Traffic:
         self._num_salts += salted
         salt = f"{self._random.random()}-{self._num_salts}" if salted else ""
         token_ids += draw.question
-        return Prompt(token_ids, tuple(places), tuple(names), salt) if spans else Prompt(token_ids, salt=salt)
+        if not spans:
+            return Prompt(token_ids, salt=salt)
+        return Prompt(token_ids, tuple(places), tuple(names), salt, self.workload.first_k if in_part else 0)
 
     def arrivals(self, rate: float) -> list[float]:
         """Seconds from the start to each arrival of a Poisson stream, `rate` a second."""

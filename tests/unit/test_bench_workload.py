@@ -66,6 +66,13 @@ def test_arms_of_a_round_are_asked_the_same_up_to_the_order() -> None:
         assert sorted(lazy.token_ids) == sorted(perfect.token_ids)
 
 
+def test_first_k_is_asked_the_same_and_computes_the_head_of_each_document() -> None:
+    batch = Batch(Workload(documents=4, tokens=9, first_k=4), WORDS)
+    batch.draw()
+    (ours,), (lazy,) = (batch.prompts(arm) for arm in (ARMS["first-k"], LAZY))
+    assert (ours.token_ids, ours.spans, ours.first_k, lazy.first_k) == (lazy.token_ids, lazy.spans, 4, 0)
+
+
 def test_no_two_recomputed_requests_share_a_salt() -> None:
     traffic = Traffic(Workload(documents=1, tokens=4), WORDS)
     draw = traffic.draw()
@@ -122,7 +129,7 @@ def test_arrivals_are_a_stream_of_the_rate_that_was_asked_for() -> None:
 def test_only_arms_that_should_find_everything_are_checked_for_it() -> None:
     hot = Workload(documents=2, tokens=8)
     checked = {name for name, arm in ARMS.items() if expects_hits(arm, hot)}
-    assert checked == {"prefix-reorder", "lazy", "materialize", "perfect", "stock", "plugin"}
+    assert checked == {"prefix-reorder", "lazy", "first-k", "materialize", "perfect", "stock", "plugin"}
     assert not expects_hits(LAZY, Workload(documents=2, tokens=8, new=True))
     assert not expects_hits(LAZY, Workload(documents=2, tokens=8, pool=4))
 

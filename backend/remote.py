@@ -137,10 +137,17 @@ class RemoteRAG:
         body = {"prompt": _prompt_values(prompt), "hints": list(hints), "tools": tools, "special": special}
         plan = self._call("POST", "/v1/segment", body)
         pieces = (
-            Piece(p["text"], tuple(p["token_ids"]), p["chunk_id"], p["reuse"], p["why_not"] or "")
+            Piece(
+                p["text"],
+                tuple(p["token_ids"]),
+                p["chunk_id"],
+                p["reuse"],
+                p["why_not"] or "",
+                tuple((start, end) for start, end in p["computed"]),
+            )
             for p in plan["pieces"]
         )
-        return PromptPlan(tuple(pieces), plan["prefix_len"])
+        return PromptPlan(tuple(pieces), plan["prefix_len"], tuple(plan["sink"]), plan["mode"])
 
     def generate(
         self,

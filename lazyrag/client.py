@@ -425,6 +425,7 @@ class LazyRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> tuple[float, ...]:
         """The log-probability of each token of a text, if it were the answer to a prompt. Arguments: see `plan`.
 
@@ -435,7 +436,7 @@ class LazyRAG:
             EngineError: the first of the requests' errors.
             InputError: see `plan`, or a continuation without a token.
         """
-        engine, _, (request,) = self._prepare([prompt], None, hints, tools, special)
+        engine, _, (request,) = self._prepare([prompt], None, hints, tools, special, mode)
         ids = tuple(self.tokenizer.encode_plain(continuation))
         if not ids:
             raise InputError("The continuation is empty.")
@@ -763,7 +764,7 @@ class LazyRAG:
         return fingerprint
 
     def _kv_name(self) -> str:
-        """Of what the KV of chunks depends on: the model's fingerprint, and a digest of what they are computed behind."""
+        """Of what chunks' KV depends on: the model's fingerprint, and a digest of what they are computed behind."""
         behind = blake2b(repr(self._prefix() or self._sink()).encode(), digest_size=8).hexdigest()
         return f"{self.info.fingerprint}-{behind}"
 

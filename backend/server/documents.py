@@ -204,7 +204,9 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
         may_know = service.keys.is_operator(rag.config.namespace)
         plan, rows = await asyncio.to_thread(_rows, call, reuse, may_know)
     return {
+        "mode": plan.mode,
         "prefix_len": plan.prefix_len,
+        "sink": plan.sink,
         "num_tokens": len(plan.token_ids),
         "pieces": [
             {
@@ -212,6 +214,7 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
                 "token_ids": row.piece.token_ids,
                 "chunk_id": row.piece.chunk_id,
                 "reuse": row.piece.reuse,
+                "computed": row.piece.computed,
                 "why_not": row.piece.reason or None,
                 "kind": row.kind,
                 "reused": row.reused,

@@ -35,6 +35,7 @@ from lazyrag.errors import (
 )
 from lazyrag.explain import MAX_LOOKS, Alterations, Altered
 from lazyrag.ingest import Summary
+from lazyrag.plan import default_sink
 from lazyrag.retrievers.store import Store
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import COMPUTED, HBM, Document, Reuse
@@ -350,6 +351,39 @@ def test_threads_and_event_loops_use_one_client_at_once(connect: Connect) -> Non
 
 
 # ---------------------------------------------------------------- the engine
+
+
+def test_a_call_may_have_a_mode_of_its_own(connect: Connect) -> None:
+    rag, engine = connect(mode="sink")
+    rag.register([A, B])
+    first, *others = (
+        rag.generate([prompt_of(A, B)], mode=mode)[0] for mode in (None, "lazy", "lazy+first_k=16", "exact", "sink")
+    )
+    assert first.reuse.sources == ("computed", "computed")
+    assert [answer.reuse.sources for answer in others] == [("computed",) * 2, ("hbm",) * 2, (), ("hbm",) * 2]
+    sinks = [tuple(request.sink) for request in engine.requests]
+    assert sinks == [default_sink(rag.tokenizer), (), (), (), default_sink(rag.tokenizer)]
+    assert {answer.text for answer in others} == {first.text}, "modes differ in what is reused, never in what is sent"
+    plans = [answer.plan.mode for answer in (first, *others) if answer.plan]
+    assert plans == ["sink", "lazy", "lazy+first_k=16", "exact", "sink"]
+    assert list(rag.stream(prompt_of(A), mode="exact"))[-1].reuse.sources == ()
+
+
+def test_an_exact_engine_reuses_chunks_for_nobody(connect: Connect) -> None:
+    rag, _ = connect(mode="exact")
+    rag.register([A])
+    assert rag.generate([prompt_of(A)], mode="exact")[0].reuse.sources == ()
+    with pytest.raises(ConfigError, match="mode exact"):
+        rag.generate([prompt_of(A)], mode="lazy")
+
+
+def test_chunks_are_warmed_behind_the_sink_of_the_settings(connect: Connect) -> None:
+    rag, engine = connect(mode="sink", sink="Hm:")
+    ids = rag.register([A])
+    assert [id for id, _ in rag.warm(ids)] == ids
+    assert tuple(engine.requests[-1].sink) == tuple(rag.tokenizer.encode_template("Hm:"))
+    assert rag.generate([prompt_of(A)])[0].reuse.sources == ("hbm",)
+    assert rag.generate([prompt_of(A)], mode="lazy")[0].reuse.sources == ("computed",)
 
 
 def test_a_given_engine_decides_block_size_and_mode(connect: Connect) -> None:

@@ -23,6 +23,7 @@ from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.config import Config
+from lazyrag.deviation import PASSAGE, Deviations, Scores
 from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
@@ -331,6 +332,7 @@ class LazyRAG:
                     block_size=block_size,
                     preamble=self.config.preamble,
                     sink=self.tokenizer.encode_template(self.config.sink),
+                    scores=self._scores(),
                     min_tokens=self.config.min_tokens,
                 )
             return self._planner
@@ -519,16 +521,19 @@ class LazyRAG:
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         engine = self.engine
         tail = self.tokenizer.encode_plain("\n")[-1]
-        namespace = self.config.namespace
-        yield from engines.warm(
-            engine,
-            chunks,
-            tail=tail,
-            prefix=self._prefix(),
-            sink=self._sink(),
-            namespace=namespace,
-            batch=batch,
-        )
+        prefix, sink, namespace = self._prefix(), self._sink(), self.config.namespace
+        scores = self._planner_for_engine().scores if self._mode.recompute else None
+        warmed = engines.warm(engine, chunks, tail=tail, prefix=prefix, sink=sink, namespace=namespace, batch=batch)
+        for id, result in warmed:
+            if scores is not None:
+                scores(id, prefix or sink)
+            yield id, result
+
+    def _scores(self) -> Scores:
+        """Where the chunks' reused KV differs most; nothing is loaded before it is asked."""
+        passage = self.tokenizer.encode_template(PASSAGE, add_bos=True)
+        measured = blake2b(repr((self._model_files(), passage)).encode(), digest_size=16).hexdigest()
+        return Scores(Deviations(self.model, passage), self.library, self.store, self.config.namespace, measured)
 
     def _sink(self) -> tuple[int, ...]:
         """Tokens that chunks are computed behind in mode `sink`; in another one none."""
@@ -747,11 +752,13 @@ class LazyRAG:
 
     def _kv_identity(self) -> str:
         """Changes with whatever the KV's fingerprint depends on; made without reading the weights."""
-        files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.iterdir() if p.is_file())
-        config = self.config
+        files, config = self._model_files(), self.config
         behind = (self._mode.kind, config.preamble, config.sink)
         settings = (str(self.model), behind, config.dtype, sorted(config.engine_args.items()))
         return blake2b(repr((files, settings)).encode(), digest_size=16).hexdigest()
+
+    def _model_files(self) -> list[tuple[str, int, int]]:
+        return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.iterdir() if p.is_file())
 
     def _kv_fingerprint(self, store: Store) -> str | None:
         """Names what the chunks' KV on disk depends on; None if it is not kept."""

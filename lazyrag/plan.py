@@ -49,9 +49,9 @@ REASONS = (TOO_SHORT, CUT_TOO_EARLY, AT_END, NO_ROUND_TRIP, NO_PREAMBLE, TOO_MAN
 TokensOf: TypeAlias = Callable[[ChunkId], Sequence[int]]
 """A chunk's own token ids; empty if they are not known."""
 
-Scores: TypeAlias = Callable[[ChunkId], Sequence[float]]
-"""For each of a chunk's tokens, how much its reused KV is expected to differ from what it would be in its place, by any
-measure; empty if that is not known."""
+Scores: TypeAlias = Callable[[ChunkId, Sequence[int]], Sequence[float]]
+"""(chunk, tokens that its KV is computed behind) -> for each of its tokens, how much its reused KV will differ from the
+KV that it would have in its place, by any measure; empty if that is not known."""
 
 SINK_TOKENS = 4
 """Of a sink that nobody chose. StreamingLLM's number; more make no difference there."""
@@ -115,7 +115,7 @@ class Planner:
         self.max_segments = max_segments
         self._get_tokens = get_tokens
         self._get_short = get_short
-        self._scores = scores
+        self.scores = scores
         self._chunk_ids = lru_cache(maxsize=4096)(self._encode_chunk)
 
     def plan_text(
@@ -198,9 +198,10 @@ class Planner:
         prefix_len = 0
         if mode.kind == "prefix" and split and len(out) > num_preamble:
             prefix_len = sum(len(piece.token_ids) for piece in out[:num_preamble])
-        decided = tuple(self._decide(out, prefix_len, mode))
-        is_behind_sink = mode.kind == "sink" and any(piece.reuse for piece in decided)
-        return PromptPlan(decided, prefix_len, self.sink if is_behind_sink else (), str(mode))
+        sink = self.sink if mode.kind == "sink" else ()
+        behind = sink or [token for piece in out for token in piece.token_ids][:prefix_len]
+        decided = tuple(self._decide(out, prefix_len, mode, behind))
+        return PromptPlan(decided, prefix_len, sink if any(piece.reuse for piece in decided) else (), str(mode))
 
     # ---------------------------------------------------------------- pieces
 
@@ -287,7 +288,9 @@ class Planner:
 
     # ---------------------------------------------------------------- reuse
 
-    def _decide(self, pieces: Sequence[Piece], prefix_len: int, mode: ReuseMode) -> Iterator[Piece]:
+    def _decide(
+        self, pieces: Sequence[Piece], prefix_len: int, mode: ReuseMode, behind: Sequence[int]
+    ) -> Iterator[Piece]:
         """The pieces, with every chunk that the engine cannot or may not reuse marked so."""
         usable = [i for i, p in enumerate(pieces) if p.reuse and len(p.token_ids) >= self.min_tokens]
         longest_first = sorted(usable, key=lambda i: -len(pieces[i].token_ids))
@@ -305,11 +308,11 @@ class Planner:
                 yield replace(piece, reuse=False, reason=TOO_MANY)
             elif i == len(pieces) - 1:
                 first, *rest = self._without_end(piece)
-                yield from (self._in_part(first, mode), *rest)
+                yield from (self._in_part(first, mode, behind), *rest)
             else:
-                yield self._in_part(piece, mode)
+                yield self._in_part(piece, mode, behind)
 
-    def _in_part(self, piece: Piece, mode: ReuseMode) -> Piece:
+    def _in_part(self, piece: Piece, mode: ReuseMode, behind: Sequence[int]) -> Piece:
         """A reusable chunk, with the blocks marked that are computed in its place all the same."""
         num_tokens = len(piece.token_ids)
         if not piece.reuse or piece.chunk_id is None or not (mode.first_k or mode.recompute):
@@ -318,7 +321,8 @@ class Planner:
         head = min(mode.first_k, num_tokens)
         chosen = set(range(0, head, self.block_size))
         if mode.recompute:
-            chosen |= self._most_different(piece.chunk_id, [start for start in starts if start >= head], mode.recompute)
+            scores = self.scores(piece.chunk_id, behind) if self.scores is not None else ()
+            chosen |= self._most_different(scores, [start for start in starts if start >= head], mode.recompute)
         computed: list[tuple[int, int]] = []
         for start in sorted(chosen):
             end = min(start + self.block_size, num_tokens)
@@ -330,13 +334,12 @@ class Planner:
             return replace(piece, reuse=False, reason=ALL_COMPUTED)
         return replace(piece, computed=tuple(computed))
 
-    def _most_different(self, chunk_id: ChunkId, starts: Sequence[int], share: float) -> set[int]:
+    def _most_different(self, scores: Sequence[float], starts: Sequence[int], share: float) -> set[int]:
         """That share of a chunk's blocks, given by their first tokens, in which reused KV is expected to be worst."""
-        scores = self._scores(chunk_id) if self._scores else ()
 
         def score(start: int) -> float:
             block = scores[start : start + self.block_size]
-            return sum(block) / len(block) if block else 0.0
+            return sum(block) / len(block) if len(block) else 0.0
 
         return set(sorted(starts, key=lambda start: (-score(start), start))[: int(share * len(starts) + 0.5)])
 

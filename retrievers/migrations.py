@@ -80,6 +80,14 @@ MIGRATIONS: Sequence[Migration] = (
         )""",
     ),
     ("ALTER TABLE documents ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
+    (
+        """CREATE TABLE scores (
+            chunk INTEGER NOT NULL REFERENCES chunks (key) ON DELETE CASCADE,
+            model TEXT NOT NULL,     -- and what the chunk's KV is computed behind
+            scores BLOB NOT NULL,    -- float32 little endian, one a token
+            PRIMARY KEY (chunk, model)
+        ) WITHOUT ROWID""",
+    ),
 )
 
 

@@ -476,6 +476,31 @@ class Store:
         rows = self._select("SELECT id, vector FROM vectors v JOIN chunks c ON v.chunk = c.key", ids, namespace)
         return {id: np.frombuffer(blob, dtype="<f4").astype(np.float32) for id, blob in rows}
 
+    def put_scores(self, id: ChunkId, scores: Sequence[float], model: str, namespace: str = "") -> None:
+        """Keep how much a chunk's reused KV differs, a number a token. An unknown id is ignored.
+
+        Args:
+            id: the chunk's.
+            scores: see `lazyrag.deviation`.
+            model: names the model and what the chunk's KV is computed behind.
+            namespace: whose chunk.
+        """
+        with self._writing() as db:
+            db.execute(
+                "INSERT OR IGNORE INTO scores SELECT key, ?, ? FROM chunks WHERE namespace = ? AND id = ?",
+                (model, np.array(scores, dtype="<f4").tobytes(), namespace, id),
+            )
+
+    def get_scores(self, id: ChunkId, model: str, namespace: str = "") -> list[float] | None:
+        """What was kept for a chunk under this name."""
+        with self._reading() as db:
+            row = db.execute(
+                "SELECT scores FROM scores s JOIN chunks c ON s.chunk = c.key "
+                "WHERE s.model = ? AND c.namespace = ? AND c.id = ?",
+                (model, namespace, id),
+            ).fetchone()
+        return np.frombuffer(row[0], dtype="<f4").tolist() if row is not None else None
+
     def ids_of(self, keys: Sequence[int], namespace: str = "") -> dict[int, ChunkId]:
         """The chunk ids of those keys that exist."""
         with self._reading() as db:

@@ -58,10 +58,11 @@ def ask(engine: LocalEngine, *prompts: Prompt, namespace: str = "") -> list[Delt
     requests = [
         Request(
             token_ids=prompt.token_ids,
-            segments=[Segment("", span.start, span.num_tokens, span.offset) for span in prompt.spans],
+            segments=[Segment("", s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in prompt.spans],
             prefix_len=len(prompt.prefix),
             sampling=Sampling(max_tokens=NUM_TOKENS, logprobs=3, ignore_eos=True),
             namespace=namespace,
+            sink=prompt.sink,
         )
         for prompt in prompts
     ]
@@ -82,22 +83,23 @@ def flip_last_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 def test_a_new_engine_answers_from_the_disk(
     mode: str, tiny_model: Path, tiny_oracle: Oracle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = Text(7)
-    prefix = text(19) if mode == "prefix" else []
+    behind = {} if mode == "lazy" else {mode: text(19)}
+    prefix = behind.get("prefix", [])
     chunks = [Use(text(n)) for n in (37, 64, 5, 90)]
     q, r = text(9), text(12)
 
     with running(tiny_model, tmp_path, mode) as engine:
-        prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], q], prefix)
+        prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], q], **behind)
         (answer,) = ask(engine, prompt)
         check(tiny_oracle, prompt, answer)
         assert answer.reuse.sources == ("computed",) * 4
         files = list(tmp_path.rglob("*.safetensors"))
-        assert len(files) == 4 + bool(prefix), "an answered request's chunks are on disk"
+        assert len(files) == 4 + bool(behind), "an answered request's chunks are on disk"
 
     smallest = min(files, key=lambda file: file.stat().st_size)  # chunk 2
     flip_last_bit(smallest)
@@ -105,17 +107,20 @@ def test_a_new_engine_answers_from_the_disk(
     capfd.readouterr()
 
     with running(tiny_model, tmp_path, mode) as engine:
-        reordered = Prompt([chunks[3], text(2), chunks[0], chunks[1], q], prefix)
-        again = Prompt([text(4), chunks[1], r], prefix)
+        # The last chunk, whole on disk, with its first block and another one computed in their places.
+        last = chunks[3].chunk
+        in_part = [last[:16], Use(last, 16, 32, whole=True), last[48:64], Use(last, 64, whole=True)]
+        reordered = Prompt([*in_part, text(2), chunks[0], chunks[1], q], **behind)
+        again = Prompt([text(4), chunks[1], r], **behind)
         answers = ask(engine, reordered, again)
         for prompt, answer in zip((reordered, again), answers, strict=True):
             check(tiny_oracle, prompt, answer)
             chunk_tokens = sum(span.num_tokens for span in prompt.spans)
             assert answer.reuse.reused_tokens == len(prefix) + chunk_tokens, "literals were computed, nothing else"
         # Each is loaded once; of two requests that come together either may be the first.
-        assert sorted(source for answer in answers for source in answer.reuse.sources) == ["disk"] * 3 + ["hbm"]
+        assert sorted(source for answer in answers for source in answer.reuse.sources) == ["disk"] * 4 + ["hbm"]
 
-        damaged = Prompt([chunks[0], text(2), chunks[2], chunks[3], r], prefix)
+        damaged = Prompt([chunks[0], text(2), chunks[2], chunks[3], r], **behind)
         (answer,) = ask(engine, damaged)
         check(tiny_oracle, damaged, answer)
         assert answer.reuse.sources == ("hbm", "computed", "hbm")

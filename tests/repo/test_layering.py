@@ -64,6 +64,7 @@ RANKS = (
         "lazyrag.backend.plugin.*",
         "lazyrag.calibration",
         "lazyrag.care",
+        "lazyrag.deviation",
         "lazyrag.explain",
         "lazyrag.ingest",
         "lazyrag.library",
@@ -103,6 +104,7 @@ ONLY_IMPORTED_BY = {
         "lazyrag.backend.tiers.connector",
         "lazyrag.kernels",
         "lazyrag.retrievers.embed",
+        "lazyrag.deviation",
         # The gate's model and reference are small Hugging Face models; the child names torch's version.
         "lazyrag.bench",
         "lazyrag.tune",
@@ -121,7 +123,11 @@ ONLY_IMPORTED_BY = {
 }
 """Packages that only these modules (and what is below them) may import."""
 
-INSIDE_A_FUNCTION = {("lazyrag.retrievers.embed", "torch"), ("lazyrag.retrievers.embed", "sentence_transformers")}
+INSIDE_A_FUNCTION = {
+    ("lazyrag.deviation", "torch"),
+    ("lazyrag.retrievers.embed", "torch"),
+    ("lazyrag.retrievers.embed", "sentence_transformers"),
+}
 """Importer and package, where the import must not run before somebody asks for it."""
 
 

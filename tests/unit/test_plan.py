@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -569,8 +569,8 @@ def test_recompute_computes_the_blocks_with_the_highest_scores(
     prompt = f"{chunks[4]}\n\n{chunks[5]}\nQ"
     asked = []
 
-    def scores(id: str) -> list[float]:
-        asked.append(id)
+    def scores(id: str, behind: Sequence[int]) -> list[float]:
+        asked.append((id, tuple(behind)))
         # The middle of one chunk; nothing is known of the other.
         return [1.0 if 70 <= n < 100 else 0.0 for n in range(1000)] if id == chunk_id(chunks[4]) else []
 
@@ -586,7 +586,9 @@ def test_recompute_computes_the_blocks_with_the_highest_scores(
     assert [len(found) for found in blocks] == num_computed
     assert {5} < {*blocks[0]} <= {4, 5, 6, *range(num_computed[0] - 3)}, "blocks 4 to 6 hold the scored tokens"
     assert blocks[1] == list(range(num_computed[1])), "the first blocks, where nothing is known"
-    assert asked == [chunk_id(chunks[4]), chunk_id(chunks[5])]
+    assert asked == [(chunk_id(chunks[4]), ()), (chunk_id(chunks[5]), ())]
+    planner.plan_text(prompt, mode="sink+recompute=0.25")
+    assert asked[-1] == (chunk_id(chunks[5]), planner.sink)
 
     both = make_planner(mode="lazy+first_k=16+recompute=0.25", scores=scores).plan_text(prompt).pieces[0]
     assert both.computed[0] == (0, BLOCK)

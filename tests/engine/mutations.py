@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async"]
+FROM_DISK = ["tests/engine/test_from_disk.py", "-k", "sink"]
 
 
 class Mutation(NamedTuple):
@@ -30,7 +31,9 @@ class Mutation(NamedTuple):
 
 ATTENTION = "backend/plugin/attention_cpu.py"
 HASHING = "backend/hashing.py"
+LAYOUT = "backend/layout.py"
 METADATA = "backend/plugin/metadata.py"
+REQUESTS = "backend/plugin/requests.py"
 SDPA = "kernels/sdpa.py"
 
 MUTATIONS = {
@@ -44,15 +47,29 @@ MUTATIONS = {
     "short tiles not masked": [
         Mutation(SDPA, "[:, None, None] if ragged else None", "[:, None, None] if not shifts else None")
     ],
-    "base of chunks behind the preamble ignored": [
+    "base of chunks behind a preamble or a sink ignored": [
+        Mutation(LAYOUT, "shift=run.chunk_start - (first_len if behind_first else 0)", "shift=run.chunk_start"),
+        Mutation(LAYOUT, "base = s.offset + (self.segments[0].num_tokens if s.behind_first else 0)", "base = s.offset"),
+    ],
+    "sinks visible": [
+        Mutation("backend/wire.py", "s.shift] for s in layout.visible]", "s.shift] for s in layout.segments]")
+    ],
+    "children do not see the sink": [Mutation(REQUESTS, "replace(first, hidden=False)", "first")],
+    "sink not hashed": [
+        Mutation(REQUESTS, "behind = chains[0].hashes[-1] if segment.behind_first else None", "behind = None")
+    ],
+    "sink not in the key on disk": [
+        Mutation(REQUESTS, "chunk_key(content.token_ids, prefix=behind,", "chunk_key(content.token_ids, prefix=(),")
+    ],
+    "a part of a chunk takes the chunk's first blocks": [
+        Mutation(REQUESTS, "first = segment.offset // self._block_size", "first = 0")
+    ],
+    "tokens computed in place counted as if they were reused": [
         Mutation(
-            "backend/layout.py", "base = span.offset + (prefix_len if behind_prefix else 0)", "base = span.offset"
-        ),
-        Mutation(
-            "backend/layout.py",
-            "base = s.offset + (self.segments[0].num_tokens if s.behind_prefix else 0)",
-            "base = s.offset",
-        ),
+            "backend/plugin/positions.py",
+            "return np.asarray(suffix + self._before[seen])",
+            "return suffix + self._before[-1]",
+        )
     ],
     "salt dropped": [
         Mutation("backend/plugin/requests.py", "return ExtraKeys(first, rest)", "return ExtraKeys()"),
@@ -92,10 +109,10 @@ def copy_of_repo(folder: str) -> Path:
     return root
 
 
-def run_tests(root: Path) -> tuple[int, int, str]:
+def run_tests(root: Path, tests: list[str]) -> tuple[int, int, str]:
     """Number of failed and passed tests, and the last line of the report."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *tests],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
@@ -117,7 +134,7 @@ def main() -> None:
             root = copy_of_repo(folder)
             for mutation in MUTATIONS.get(name, []):
                 apply(root, mutation)
-            failed, passed, last = run_tests(root)
+            failed, passed, last = run_tests(root, FROM_DISK if "disk" in name else TESTS)
         print(f"{name:50s} {failed:3d} of {failed + passed} tests fail", flush=True)
         if bool(failed) != (name in MUTATIONS) or not failed + passed:
             survivors.append(f"{name}: {last}")

@@ -129,4 +129,9 @@ def test_a_new_engine_answers_from_the_disk(
         (answer,) = ask(engine, reordered, namespace="another tenant")
         check(tiny_oracle, reordered, answer)
         assert set(answer.reuse.sources) == {"computed"}
+
+        elsewhere = Prompt([chunks[0], text(2), chunks[1], r], sink=text(3))
+        (answer,) = ask(engine, elsewhere)
+        check(tiny_oracle, elsewhere, answer)
+        assert set(answer.reuse.sources) == {"computed"}, "behind another sink, a chunk is another one"
     assert capfd.readouterr().err.count("its checksum does not match its content") == 1

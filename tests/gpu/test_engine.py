@@ -7,6 +7,7 @@ of fp16, which ordinary prompts of the same engine have, too; an error in positi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,20 +91,23 @@ def engine(request: pytest.FixtureRequest, model: Path, oracle: Oracle):
 
 
 class Corpus:
-    def __init__(self, seed: int, prefix_len: int) -> None:
+    def __init__(self, seed: int, prefix_len: int = 0, sink_len: int = 0) -> None:
         self.text = Text(seed)
         self.chunks = {name: Use(self.text(n)) for name, n in LENGTHS.items()}
-        self.prefix = self.text(prefix_len)
+        self.prefix, self.sink = self.text(prefix_len), self.text(sink_len)
 
     def __call__(self, *parts: Any) -> Prompt:
         """Chunks by name, literals by their number of tokens."""
         tokens = {str: self.chunks.__getitem__, int: self.text, list: lambda part: part}
-        return Prompt([tokens[type(part)](part) for part in parts], self.prefix)
+        return self.prompt([tokens[type(part)](part) for part in parts])
+
+    def prompt(self, parts: Sequence[Any]) -> Prompt:
+        return Prompt(parts, self.prefix, sink=self.sink)
 
 
-@pytest.fixture(params=[0, 19], ids=["alone", "behind-19"])
+@pytest.fixture(params=[(0, 0), (19, 0), (0, 4)], ids=["alone", "behind-19", "sink-4"])
 def corpus(request: pytest.FixtureRequest) -> Corpus:
-    return Corpus(request.param, request.param)
+    return Corpus(sum(request.param), *request.param)
 
 
 def test_ordinary_prompts(engine):
@@ -114,7 +118,7 @@ def test_ordinary_prompts(engine):
 
 
 def test_cold_hot_and_reordered(engine, corpus):
-    preambles = 1 if corpus.prefix else 0
+    preambles = 1 if corpus.prefix or corpus.sink else 0
     engine.check(corpus(11, "A", 5, "B", 5, "C", 21), children=3 + preambles)
     engine.check(corpus(11, "A", 5, "B", 5, "C", 21), children=0)
     engine.check(corpus(11, "C", 5, "A", 5, "B", 21), children=0)
@@ -150,12 +154,27 @@ def test_a_segment_that_begins_inside_its_chunk(engine, corpus):
     engine.check(corpus(11, chunk[:size], 21))
     prompt = corpus(chunk[:size], 21)
     parts = [prompt.parts[0], Use(chunk, offset=size), prompt.parts[1]]
-    engine.check(Prompt(parts, corpus.prefix))
+    engine.check(corpus.prompt(parts))
+
+
+def test_blocks_of_many_chunks_that_are_computed_in_place(engine, corpus):
+    """The head of each, and blocks from anywhere: a suffix of hundreds of tokens among twenty segments."""
+    size, parts = engine.config.block_size, []
+    for name in "HIJKABDE":
+        chunk = corpus.chunks[name].chunk
+        middle = len(chunk) // 2 // size * size
+        parts += [chunk[:size]] if len(chunk) > size else []
+        if middle > size:
+            parts += [Use(chunk, size, middle - size, whole=True), chunk[middle : middle + size]]
+            middle += size
+        parts += [Use(chunk, max(middle, size), whole=True)] if len(chunk) > max(middle, size) else []
+    for _ in range(2):  # cold and hot
+        engine.check(corpus.prompt([*parts, corpus.text(64)]))
 
 
 def test_more_requests_than_the_pool_holds(engine):
     """Preemption and eviction: what comes back is computed anew, or found."""
-    corpus = Corpus(7, 0)
+    corpus = Corpus(7)
     chunks = [Use(corpus.text(n)) for n in range(200, 600, 25)]
     order = torch.Generator().manual_seed(1)
     prompts = []

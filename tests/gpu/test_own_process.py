@@ -55,10 +55,11 @@ def check(engine: LocalEngine, oracle: Oracle, prompt: Prompt, namespace: str = 
     """The answer, which agrees with the oracle's log-probabilities."""
     request = Request(
         token_ids=prompt.token_ids,
-        segments=[Segment(str(n), s.start, s.num_tokens, s.offset) for n, s in enumerate(prompt.spans)],
+        segments=[Segment(str(n), s.start, s.num_tokens, s.offset, s.chunk_tokens) for n, s in enumerate(prompt.spans)],
         prefix_len=len(prompt.prefix),
         sampling=Sampling(max_tokens=NUM_TOKENS, logprobs=3, ignore_eos=True),
         namespace=namespace,
+        sink=prompt.sink,
     )
     (answer,) = generate(engine, [request])
     assert isinstance(answer, Delta), answer
@@ -72,18 +73,19 @@ def check(engine: LocalEngine, oracle: Oracle, prompt: Prompt, namespace: str = 
     return answer
 
 
-@pytest.mark.parametrize("mode", ["lazy", "prefix"])
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
 def test_a_second_engine_answers_from_the_disk(mode: str, model: Path, oracle: Oracle, tmp_path: Path) -> None:
     text = Text(7)
-    prefix = text(19) if mode == "prefix" else []
+    behind = {} if mode == "lazy" else {mode: text(19)}
+    prefix = behind.get("prefix", [])
     chunks = [Use(text(n)) for n in (370, 64, 5, 900)]
     with running(model, tmp_path, mode) as engine:
-        prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], text(9)], prefix)
+        prompt = Prompt([chunks[0], text(3), chunks[1], chunks[2], text(1), chunks[3], text(9)], **behind)
         assert check(engine, oracle, prompt).reuse.sources == ("computed",) * 4
         assert check(engine, oracle, prompt).reuse.sources == ("hbm",) * 4
-        assert len(list(tmp_path.rglob("*.safetensors"))) == 4 + bool(prefix)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 4 + bool(behind)
     with running(model, tmp_path, mode) as engine:
-        reordered = Prompt([chunks[3], text(2), chunks[0], chunks[1], text(40)], prefix)
+        reordered = Prompt([chunks[3], text(2), chunks[0], chunks[1], text(40)], **behind)
         answer = check(engine, oracle, reordered)
         assert answer.reuse.sources == ("disk",) * 3
         assert answer.reuse.reused_tokens == len(prefix) + sum(span.num_tokens for span in reordered.spans)

@@ -1,8 +1,8 @@
 """The block hashes of segments, remembered for the next request that uses the same chunk.
 
 A request's ten documents are more than a thousand blocks: hashing them takes as long as computing the answer's first
-token. The hashes of a chunk depend on its tokens, the request's extra keys and what it is computed behind: once is enough;
-and with them the blocks are remembered that were found under them, which a comparison of lists confirms.
+token. The hashes of a chunk depend on its tokens, the request's extra keys and what it is computed behind, so they are
+computed once; and with them the blocks are remembered that were found under them, which a comparison of lists confirms.
 """
 
 from __future__ import annotations

@@ -177,10 +177,14 @@ def take_apart(token_ids: Sequence[int], spans: Sequence[Span], prefix_len: int)
     """A logical prompt as its literal tokens and the tokens of each segment's chunk, the preamble's first."""
     literals: list[int] = []
     contents = [list(token_ids[:prefix_len])] if prefix_len else []
-    position = prefix_len
+    position, chunk = prefix_len, (0, 0)
     for span in spans:
         literals += token_ids[position : span.start]
-        contents.append(list(token_ids[span.chunk_start : span.chunk_end]))
+        if chunk == (span.chunk_start, span.chunk_end):
+            contents.append(contents[-1])
+        else:
+            chunk = span.chunk_start, span.chunk_end
+            contents.append(list(token_ids[slice(*chunk)]))
         position = span.start + span.num_tokens
     literals += token_ids[position:]
     return literals, contents

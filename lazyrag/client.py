@@ -729,7 +729,7 @@ class LazyRAG:
         """
         store, namespace = self._needed_store(), self.config.namespace
         chunks = store.stats(namespace)["reusable"]
-        if self._mode == "exact" or self.config.kv_dir is None:
+        if self._mode.is_exact or self.config.kv_dir is None:
             return KVState(chunks, 0, False)
         name = self._kv_name()
         missing = store.num_unwarmed(name, namespace)

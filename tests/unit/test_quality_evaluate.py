@@ -25,7 +25,7 @@ from lazyrag.types import chunk_id
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 PASSAGE = "Passage {n} says, at some length and in the same words as all of the others, that item {n} is blue."
-LOST = {"exact": 0.0, "lazy": 0.4, "lazy-prefix": 0.1}
+LOST = {"exact": 0.0, "lazy": 0.4, "prefix": 0.1}
 """Of the passages' benefit, which is 2 nats a token."""
 
 
@@ -83,9 +83,9 @@ def run(folder: Path, questions: list[Question], modes: list[str], **settings: A
 
 
 def test_a_mode_is_measured_between_full_attention_and_no_passages(folder: Path, data: Path) -> None:
-    result = run(folder, draw(load(data).questions, passages=3), ["lazy", "lazy-prefix"])
+    result = run(folder, draw(load(data).questions, passages=3), ["lazy", "prefix"])
     none, full, lazy, prefix = result.scores
-    assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "lazy-prefix"]
+    assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "prefix"]
     assert result.benefit.value == pytest.approx(2)
     lost = [score.benefit_lost.value for score in result.scores if score.benefit_lost]
     assert lost == pytest.approx([1, 0, 0.4, 0.1])
@@ -128,10 +128,10 @@ def test_examples_are_reused_in_any_order_as_documents_are(folder: Path) -> None
 def test_a_run_goes_on_where_another_has_stopped(folder: Path, data: Path, tmp_path: Path) -> None:
     questions, out, started = draw(load(data).questions, passages=3), tmp_path / "out.json", list[str]()
     run(folder, questions, ["lazy"], out=out, started=started)
-    result = run(folder, questions, ["lazy", "lazy-prefix"], out=out, started=started)
-    assert started == ["exact", "lazy", "lazy-prefix"]
+    result = run(folder, questions, ["lazy", "prefix"], out=out, started=started)
+    assert started == ["exact", "lazy", "prefix"]
     assert Result.load(out).values() == result.values()
-    assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "lazy-prefix"]
+    assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "prefix"]
 
 
 def test_findings_of_other_questions_or_models_are_not_mixed(folder: Path, data: Path, tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_the_command_answers_with_a_table_a_plot_and_json(
     command: Callable[..., Any], folder: Path, data: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    options = ("--model", folder, "--modes", "lazy, lazy-prefix", "--docs", 3, "--order", "shuffled", "--limit", 4)
+    options = ("--model", folder, "--modes", "lazy, prefix", "--docs", 3, "--order", "shuffled", "--limit", 4)
     done = command(data, *options, "--out", "out.json", "--plot", "plot.svg")
     assert done.exit_code == 0, done.output
-    assert "| lazy-prefix | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout
+    assert "| prefix      | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout
     assert "data: 4 questions; name data.jsonl, passages 3, order shuffled, seed 0, chat True" in done.stdout
     assert "<svg" in (tmp_path / "plot.svg").read_text()
     found = json.loads((tmp_path / "out.json").read_text())

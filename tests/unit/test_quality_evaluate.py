@@ -168,7 +168,7 @@ def test_the_command_answers_with_a_table_a_plot_and_json(
     options = ("--model", folder, "--modes", "lazy, prefix", "--docs", 3, "--order", "shuffled", "--limit", 4)
     done = command(data, *options, "--out", "out.json", "--plot", "plot.svg")
     assert done.exit_code == 0, done.output
-    assert "| prefix      | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout
+    assert "| prefix | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout
     assert "data: 4 questions; name data.jsonl, passages 3, order shuffled, seed 0, chat True" in done.stdout
     assert "<svg" in (tmp_path / "plot.svg").read_text()
     found = json.loads((tmp_path / "out.json").read_text())

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lazyrag.backend.layout import Layout
+from lazyrag.backend.layout import MOST_SINK, Layout
 from lazyrag.backend.plugin.positions import TruePositions
 from lazyrag.kernels import dispatch
 from lazyrag.kernels.plan import (
@@ -106,7 +106,7 @@ class Planner:
     """Plans the steps of one worker.
 
     Attributes:
-        turns: the table of rotations, a line for every shift there can be.
+        turns: the table of rotations, a line for every shift there can be; a shift back is a negative index.
 
     Args:
         rope: the model's.
@@ -133,7 +133,10 @@ class Planner:
         self._neox = rope.neox
         # A line for every shift that there can be: nothing to compute or send for a request.
         on_device = Rope(rope.inv_freq.to(device), rope.head_size, rope.neox)
-        self.turns = turn_table(on_device, torch.arange(max_model_len, device=device))
+        # Shifts back, as of chunks that were computed behind a sink, are the last lines.
+        shifts = torch.arange(max_model_len + MOST_SINK, device=device)
+        self._num_forward = max_model_len
+        self.turns = turn_table(on_device, torch.where(shifts < max_model_len, shifts, shifts - len(shifts)))
         kinds = dispatch.variants(shape, self._gpu).values()
         self._slots = {kind.name: kind.slots(self._gpu, shape.kv_heads) for kind in kinds}
         cells = max(_SLICES * self._slots[kind.name] * kind.tiling.block_m for kind in kinds)
@@ -153,10 +156,13 @@ class Planner:
             layout: the request's.
             blocks: its block table.
         """
-        segments = [(s.first_block, s.num_tokens, s.visible_from, s.shift) for s in layout.segments]
+        shifts = [s.shift for s in layout.segments]
+        if not all(-MOST_SINK <= shift < self._num_forward for shift in shifts):
+            raise RuntimeError(
+                f"segments are moved by {shifts} tokens, the table has [{-MOST_SINK}, {self._num_forward})"
+            )
+        segments = [(s.first_block, s.num_tokens, s.visible_from, s.shift % len(self.turns)) for s in layout.segments]
         context = Context.of(segments, layout.suffix_block)
-        if segments and not 0 <= context.line.min() <= context.line.max() < len(self.turns):
-            raise RuntimeError(f"a segment is moved by {context.line.tolist()} tokens, the table has {len(self.turns)}")
         by_place = Context.of(sorted(segments, key=lambda segment: blocks[segment[0]]), layout.suffix_block)
         all_seen_from = int(context.visible_from[-1]) if segments else 0
         return Reused(context, by_place, all_seen_from, TruePositions(layout), layout.suffix_start)

@@ -11,14 +11,18 @@ PAGE, MAX_LEN = 16, 2048
 
 
 def random_layout(rng):
-    from lazyrag.backend.layout import Span, lay_out
+    """As a worker gets it: segments of chunks whose heads may be computed in place, behind a sink now and then."""
+    from lazyrag.backend.layout import Layout, Span, lay_out
 
     spans, position = [], 0
     for _ in range(rng.randint(1, 4)):
         position += rng.randint(0, 20)
-        spans.append(Span(position, rng.randint(1, 90)))
-        position += spans[-1].num_tokens
-    return lay_out(range(position + rng.randint(1, 30)), spans, prefix_len=0, block_size=PAGE, pad=0)[0]
+        offset = rng.choice([0, 0, PAGE])
+        spans.append(Span(position + offset, rng.randint(1, 90), offset))
+        position = spans[-1].chunk_end
+    token_ids, sink = range(position + rng.randint(1, 30)), range(rng.choice([0, 4, 30]))
+    layout, _ = lay_out(token_ids, spans, prefix_len=0, block_size=PAGE, pad=0, sink=sink)
+    return Layout(PAGE, layout.visible, layout.suffix_block)
 
 
 def check_steps(seed: int, in_graphs: bool) -> None:

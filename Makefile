@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 TORCH := $(if $(wildcard $(addsuffix /torch-*+cpu*.whl,$(LINKS))),--find-links $(LINKS),--torch-backend cpu)
 
-.PHONY: help setup demo test lint fast-test gpu-test clean
+.PHONY: help setup demo test soak lint fast-test gpu-test clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -40,6 +40,9 @@ test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0  ## 
 
 fast-test: setup  ## the tests that start no engine
 	$(BIN)/python -m pytest -m 'not engine' tests/unit tests/repo tests/kernels tests/conformance
+
+soak: setup  ## 2000 requests of 16 clients while documents come and go; a pool and tiers that are too small for them
+	SOAK_REQUESTS=2000 $(BIN)/python -m pytest -s tests/soak
 
 lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -15,10 +16,11 @@ from fastapi.responses import JSONResponse, Response
 
 from lazyrag.backend.engine import Delta, Sampling, joined
 from lazyrag.backend.server.problems import Problem, body_of, not_found, problem_of
-from lazyrag.backend.server.schemas import ChatMessage, ChatRequest, CompletionRequest, Generation
+from lazyrag.backend.server.schemas import ChatMessage, ChatRequest, Chosen, CompletionRequest, Generation
 from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, Stream, begun, merged, unless_gone
 from lazyrag.chat import Message
 from lazyrag.errors import InputError, LazyRAGError
+from lazyrag.tools import CallDelta, Reader, offer
 
 if TYPE_CHECKING:
     from lazyrag.client import LazyRAG
@@ -87,9 +89,14 @@ async def chat(body: ChatRequest, request: Request, rag: Caller, service: Servic
     check_model(body.model, service)
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(body, rag, logprobs=top)
-    call = Call(rag, [to_message(message) for message in body.messages], sampling)
+    messages = [to_message(message) for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    choice = body.tool_choice.function.name if isinstance(body.tool_choice, Chosen) else body.tool_choice
+    offered = await asyncio.to_thread(offer, rag.tokenizer, messages, tools, choice, sampling)
+    call = Call(rag, offered.messages, offered.sampling, tools=offered.shown)
     head = _Head("chatcmpl", "chat.completion", "chat.completion.chunk", service)
-    return await _respond(head, [call], [_Chat(0, rag.tokenizer, top)], body, request)
+    most = 1 if body.parallel_tool_calls is False else None
+    return await _respond(head, [call], [_Chat(0, rag.tokenizer, top, offered.reader(), most)], body, request)
 
 
 def sampling_of(body: Generation, rag: LazyRAG, *, logprobs: int | None) -> Sampling:
@@ -188,13 +195,13 @@ class _Completion:
     top: int | None
     offset: int = 0
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        return self.part(delta)
-
     def first(self) -> dict[str, Any] | None:
         return None
 
-    def part(self, delta: Delta) -> dict[str, Any]:
+    def parts(self, delta: Delta) -> list[dict[str, Any]]:
+        return [self.whole(delta)]
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
         return {
             "index": self.index,
             "text": delta.text,
@@ -222,15 +229,49 @@ class _Chat:
     index: int
     tokenizer: Tokenizer
     top: int | None
+    reader: Reader
+    most_calls: int | None
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        return self._choice("message", {"role": "assistant", "content": delta.text}, delta)
+        for _ in self.reader.feed(delta.text, last=True):
+            pass
+        calls = self.reader.calls[: self.most_calls]
+        message: dict[str, Any] = {"role": "assistant", "content": self.reader.content}
+        if calls:
+            message["content"] = self.reader.content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments
+                        if isinstance(call.arguments, str)
+                        else json.dumps(call.arguments, ensure_ascii=False),
+                    },
+                }
+                for call in calls
+            ]
+        return self._choice("message", message, delta)
 
     def first(self) -> dict[str, Any] | None:
         return self._choice("delta", {"role": "assistant", "content": ""}, Delta())
 
-    def part(self, delta: Delta) -> dict[str, Any]:
-        return self._choice("delta", {"content": delta.text} if delta.text else {}, delta)
+    def parts(self, delta: Delta) -> list[dict[str, Any]]:
+        """What a delta tells: words and pieces of calls, each in a chunk; the last one has the rest."""
+        known = self.reader.feed(delta.text, last=delta.finish_reason is not None)
+        pieces = [values for part in known if (values := self._piece(part))] or [{}]
+        *others, last = pieces
+        return [self._choice("delta", piece, Delta()) for piece in others] + [self._choice("delta", last, delta)]
+
+    def _piece(self, part: str | CallDelta) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"content": part}
+        if self.most_calls is not None and part.index >= self.most_calls:
+            return {}
+        function = {"name": part.name} if part.name is not None else {}
+        head = {"id": part.id, "type": "function"} if part.id is not None else {}
+        return {"tool_calls": [{"index": part.index, **head, "function": {**function, "arguments": part.arguments}}]}
 
     def _choice(self, name: str, message: dict[str, Any], delta: Delta) -> dict[str, Any]:
         content = None
@@ -241,7 +282,8 @@ class _Chat:
                     for token, value, best in _logprobs(delta, self.tokenizer, self.top)
                 ]
             }
-        return {"index": self.index, name: message, "logprobs": content, "finish_reason": delta.finish_reason}
+        reason = "tool_calls" if delta.finish_reason == "stop" and self.reader.calls else delta.finish_reason
+        return {"index": self.index, name: message, "logprobs": content, "finish_reason": reason}
 
 
 def _token(token: str, value: float) -> dict[str, Any]:
@@ -328,7 +370,7 @@ async def _parts(
                 counted.add(delta)
                 first = answers[number].first() if number not in opened else None
                 opened.add(number)
-                for choice in (first, answers[number].part(delta)):
+                for choice in (first, *answers[number].parts(delta)):
                     if choice is not None:
                         yield head.values([choice], chunk=True)
     if usage:

@@ -90,6 +90,35 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
+class Function(Strict):
+    """What a tool is called, does and takes (a JSON schema). Every call is held to it, whatever `strict` says."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolIn(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class Chosen(Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class ChatMessage(Strict):
     """One message. Text in it never becomes a control token."""
 
@@ -125,9 +154,9 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0, description="Not served.")] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[ToolIn], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: Annotated[bool, Field(description="False: of several calls, the first one.")] | None = None
 
 
 # ---------------------------------------------------------------- LazyRAG's own

@@ -28,8 +28,33 @@ KEY, OTHER = "sk-team-a-0123456789", "sk-team-b-0123456789"
 KEYS = Keys({KEY: "", OTHER: "b"})
 
 
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look something up.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+    for name in ("look_up", "find")
+]
+PLACE = 'the "north" harbour {'
+
+
 def reply(request: Request) -> str:
-    return words(request) if request.sampling.json_schema is None else json.dumps({"colour": "green"})
+    """Words; or what guided decoding would have made of them."""
+    sampling = request.sampling
+    if sampling.json_schema is not None:
+        return json.dumps({"colour": "green"})
+    if sampling.structural_tag is None:
+        return words(request)
+    names = [
+        tool["function"]["name"] for tool in TOOLS if tool["function"]["name"] in json.dumps(sampling.structural_tag)
+    ]
+    calls = [json.dumps({"name": name, "arguments": {"place": PLACE}}) for name in names]
+    said = "" if sampling.structural_tag["format"]["type"] == "tag" else "I shall look."
+    return "\n".join([said, *(f"<tool_call>{call}</tool_call>" for call in calls)])
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +157,68 @@ def test_an_answer_ends_before_a_stop_text(client: openai.OpenAI, model: str) ->
     word = full.split()[3]
     stopped = client.completions.create(model=model, prompt="Say some words:", stop=[f" {word}"]).choices[0]
     assert (stopped.text, stopped.finish_reason) == (full[: full.index(f" {word}")], "stop")
+
+
+def test_the_model_calls_tools_and_is_told_their_results(client: openai.OpenAI, model: str, engine: FakeEngine) -> None:
+    whole = client.chat.completions.create(model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I shall look."
+    calls: list[Any] = choice.message.tool_calls or []
+    assert [call.function.name for call in calls] == ["look_up", "find"]
+    assert [json.loads(call.function.arguments) for call in calls] == [{"place": PLACE}] * 2
+    assert len({call.id for call in calls}) == 2
+    history = [
+        *ask("Where?"),
+        choice.message.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": call.id, "content": "North."} for call in calls),
+    ]
+    answered = client.chat.completions.create(
+        model=model, messages=history, max_tokens=300, tools=TOOLS, tool_choice="none"
+    )
+    assert answered.choices[0].finish_reason == "stop"
+    assert answered.choices[0].message.tool_calls is None
+    assert answered.choices[0].message.content
+    assert engine.requests[-1].sampling.structural_tag is None
+
+
+def test_a_streamed_call_is_the_same_call(client: openai.OpenAI, model: str) -> None:
+    with client.chat.completions.stream(model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS) as stream:
+        kinds = Counter(event.type for event in stream)
+        final = stream.get_final_completion()
+    assert kinds["tool_calls.function.arguments.done"] == 2
+    assert kinds["tool_calls.function.arguments.delta"] > 2
+    (choice,) = final.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I shall look.")
+    calls: list[Any] = choice.message.tool_calls or []
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("look_up", {"place": PLACE}),
+        ("find", {"place": PLACE}),
+    ]
+
+
+def test_a_call_can_be_demanded_and_be_the_only_one(client: openai.OpenAI, model: str) -> None:
+    named: Any = {"type": "function", "function": {"name": "find"}}
+    demanded = client.chat.completions.create(
+        model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS, tool_choice=named
+    )
+    calls: list[Any] = demanded.choices[0].message.tool_calls or []
+    assert [call.function.name for call in calls] == ["find"]
+    assert demanded.choices[0].message.content is None
+    for stream in (False, True):
+        one: Any = client.chat.completions.create(
+            model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS, parallel_tool_calls=False, stream=stream
+        )
+        if stream:
+            pieces = [piece for chunk in one for piece in chunk.choices[0].delta.tool_calls or ()]
+            assert {piece.index for piece in pieces} == {0}
+        else:
+            assert [call.function.name for call in one.choices[0].message.tool_calls] == ["look_up"]
+    unknown: Any = {"type": "function", "function": {"name": "nothing"}}
+    with pytest.raises(openai.BadRequestError, match="tool_choice names a tool"):
+        client.chat.completions.create(
+            model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS, tool_choice=unknown
+        )
 
 
 def test_an_answer_can_be_held_to_a_schema(client: openai.OpenAI, model: str, engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 SHOWN = ("ttft_hot", "ttft_hot_literals", "decode_step")
 
@@ -29,3 +30,31 @@ def test_each_row_has_what_it_needs_to_be_believed(root: Path) -> None:
     assert all(check["passed"] for check in result["gate"])
     keys = {"workload", "metric", "arm", "value", "unit", "baseline", "ratio", "n", "min", "max"}
     assert all(keys <= row.keys() for row in result["rows"])
+
+
+def test_the_readmes_figures_of_tuning_are_those_of_the_answers(root: Path) -> None:
+    result = json.loads((root / "benchmarks/tune-smollm2-135m-h200.json").read_text(encoding="utf-8"))
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    test = result["tests"]["nq"]
+    scores = {(who, score["mode"]): score for who, found in test["scores"].items() for score in found}
+
+    def kept(who: str, mode: str) -> float:
+        means = {name: fmean(reply[0] for reply in replies) for name, replies in test["replies"][who].items()}
+        share = (means[mode] - means["none"]) / (means["exact"] - means["none"])
+        assert abs(share - scores[who, mode]["kept"]["value"]) < 1e-3
+        return share
+
+    def interval(mode: str) -> str:
+        bounds = scores["tuned", mode]["kept"]
+        return f"{kept('tuned', mode):.1%} ({bounds['low']:.1%} to {bounds['high']:.1%})"
+
+    f1 = {mode: fmean(reply[1] for reply in replies) for mode, replies in test["replies"]["tuned"].items()}
+    for figure in (
+        f"{len(test['ids'])} Natural Questions",
+        f"`sink` keeps {interval('sink')}",
+        f"`lazy` {interval('lazy')}",
+        f"untuned it is {kept('stock', 'sink'):.1%} and {kept('stock', 'lazy'):.1%}",
+        f"full attention {f1['exact']:.3f}, `sink` {f1['sink']:.3f}, `lazy` {f1['lazy']:.3f}",
+        f"there were {len(result['tests']['2wiki_lazyattn_demo_20']['ids'])} (2WikiMultihopQA)",
+    ):
+        assert figure in readme

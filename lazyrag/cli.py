@@ -578,7 +578,7 @@ def tune(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the tuned model.")] = Path("tuned"),
     modes: Annotated[
         str, typer.Option("--modes", metavar="NAMES", help="What to tune for, with commas: lazy, sink+first_k=16, ...")
-    ] = "lazy",
+    ] = "lazy,sink",
     synthetic: Annotated[
         Path | None, typer.Option("--synthetic", metavar="STORE|FILE", help="Make questions about these passages, too.")
     ] = None,
@@ -594,10 +594,10 @@ def tune(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates of the weights. [3 epochs]")] = None,
     epochs: Annotated[float | None, typer.Option("--epochs", help="Times that each question is seen.")] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Questions of a step.")] = 32,
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate. [5e-4; 2e-5 with --full]")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate. [1e-3; 2e-5 with --full]")] = None,
     exact_share: Annotated[
         float, typer.Option("--exact-share", min=0, max=1, help="Share of the questions seen with full attention.")
-    ] = 0.25,
+    ] = 0.2,
     held_out: Annotated[
         float, typer.Option("--held-out", min=0, max=0.9, help="Share of the questions to measure with, by document.")
     ] = 0.1,
@@ -633,7 +633,7 @@ def tune(
         exact_share=exact_share,
         docs=docs,
         batch=batch,
-        lr=lr if lr is not None else 2e-5 if full else 5e-4,
+        lr=lr if lr is not None else 2e-5 if full else 1e-3,
         lora=None if full else lora,
         distill=float(distill),
         seed=seed,

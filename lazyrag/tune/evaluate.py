@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from lazyrag.modes import ReuseMode
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import Estimate, estimate, exact_match, f1, mean
 from lazyrag.tune.forward import batches, logits, tensors
-from lazyrag.tune.layout import Mode
+from lazyrag.tune.layout import tunable
 from lazyrag.tune.samples import Sample, Sampler
 
 NONE, EXACT = "none", "exact"
@@ -73,7 +74,7 @@ def ask_all(
         model: of `load_model`.
         sampler: of the model.
         asked: with the passages that their prompts are to have.
-        modes: see `Mode.parse`.
+        modes: see `tunable`.
         pass_tokens: see `Trainer`.
         tell: is given a line a mode.
     """
@@ -83,7 +84,7 @@ def ask_all(
     for name in dict.fromkeys((NONE, EXACT, *modes)):
         arm = [replace(question, passages=()) for question in asked] if name == NONE else asked
         samples = [sampler.sample(question) for question in arm]
-        mode = Mode.parse(EXACT if name == NONE else name)
+        mode = tunable(EXACT if name == NONE else name)
         likely = logprobs(model, samples, mode, pass_tokens)
         texts = answers(model, sampler, samples, mode, pass_tokens)
         replies[name] = [
@@ -96,7 +97,7 @@ def ask_all(
 
 
 @torch.no_grad()
-def logprobs(model: Any, samples: Sequence[Sample], mode: Mode, pass_tokens: int) -> list[float]:
+def logprobs(model: Any, samples: Sequence[Sample], mode: ReuseMode, pass_tokens: int) -> list[float]:
     """The log-probability of each sample's answer without its end, mean over tokens."""
     rows = [replace(sample, end=()).row(mode) for sample in samples]
     found = [0.0] * len(samples)
@@ -110,7 +111,7 @@ def logprobs(model: Any, samples: Sequence[Sample], mode: Mode, pass_tokens: int
 
 
 @torch.no_grad()
-def answers(model: Any, sampler: Sampler, samples: Sequence[Sample], mode: Mode, pass_tokens: int) -> list[str]:
+def answers(model: Any, sampler: Sampler, samples: Sequence[Sample], mode: ReuseMode, pass_tokens: int) -> list[str]:
     """The greedy answers, up to the end of a line."""
     rows = [sample.prompt(mode) for sample in samples]
     texts = [""] * len(samples)

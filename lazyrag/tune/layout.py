@@ -22,49 +22,32 @@ that was computed at position 0 and moved. Hidden tokens may have negative posit
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from lazyrag.errors import ConfigError
+from lazyrag.modes import ReuseMode
 
 LITERAL = -1
-KINDS = ("exact", "lazy", "sink", "prefix")
 Part: TypeAlias = tuple[Sequence[int], bool]
 """Tokens, and whether they are a chunk whose KV is reused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What of a prompt is reused.
+def tunable(text: str) -> ReuseMode:
+    """A mode that a model can be tuned for, from its text.
 
-    Attributes:
-        kind: one of `KINDS`.
-        first_k: tokens at the head of each chunk that are computed in the prompt's own context.
+    Raises:
+        ConfigError: there is no such mode, or it chooses what to compute by measuring the model.
     """
-
-    kind: str
-    first_k: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Mode:
-        """Read "lazy", "sink+first_k=16" and the like.
-
-        Raises:
-            ConfigError: there is no such mode.
-        """
-        found = re.fullmatch(r"([a-z-]+)(?:\+first_k=(\d+))?", text.strip())
-        kind = {"lazy-prefix": "prefix"}.get(found[1], found[1]) if found else ""
-        if not found or kind not in KINDS or (kind == "exact" and found[2]):
-            raise ConfigError(
-                f"{text!r} is no mode to tune for.",
-                fix=f"Use one of {', '.join(KINDS)}; those but exact may end in +first_k=16 (or another number).",
-            )
-        return cls(kind, int(found[2] or 0))
-
-    def __str__(self) -> str:
-        return f"{self.kind}+first_k={self.first_k}" if self.first_k else self.kind
+    mode = ReuseMode.parse(text)
+    if mode.recompute:
+        raise ConfigError(
+            f"A model cannot be tuned for {mode}:",
+            why="which blocks are computed is measured of the model itself.",
+            fix="Tune for the mode without recompute.",
+        )
+    return mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +63,7 @@ class Row:
         return len(self.token_ids)
 
 
-def lay_out(parts: Sequence[Part], mode: Mode, *, prefix_len: int = 0, sink: Sequence[int] = ()) -> Row:
+def lay_out(parts: Sequence[Part], mode: ReuseMode, *, prefix_len: int = 0, sink: Sequence[int] = ()) -> Row:
     """The row of a prompt.
 
     Args:
@@ -111,12 +94,3 @@ def _append(row: Row, tokens: Sequence[int], start: int, owner: int, *, hidden: 
     row.positions.extend(range(start, start + len(tokens)))
     row.owners.extend([owner] * len(tokens))
     row.hidden.extend([hidden] * len(tokens))
-
-
-def reused(parts: Sequence[Part], mode: Mode) -> int:
-    """How many of a prompt's tokens are not computed for it once its chunks' KV is there."""
-    return sum(max(0, len(chunk) - mode.first_k) for chunk in _chunks(parts)) if mode.kind != "exact" else 0
-
-
-def _chunks(parts: Sequence[Part]) -> Iterator[Sequence[int]]:
-    return (tokens for tokens, is_chunk in parts if is_chunk)

@@ -11,9 +11,11 @@ from random import Random
 from lazyrag.client import SYSTEM, LazyRAG
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError, InputError
+from lazyrag.modes import ReuseMode
+from lazyrag.plan import default_sink
 from lazyrag.quality import ask
 from lazyrag.quality.data import Passage, Question
-from lazyrag.tune.layout import Mode, Part, Row, lay_out
+from lazyrag.tune.layout import Part, Row, lay_out
 from lazyrag.types import ChunkId, chunk_id
 
 BLOCK_SIZE = 16
@@ -42,11 +44,11 @@ class Sample:
         """Tokens behind the last chunk, answer and end included."""
         return len(self.parts[-1][0]) + len(self.answer) + len(self.end)
 
-    def prompt(self, mode: Mode) -> Row:
+    def prompt(self, mode: ReuseMode) -> Row:
         """The row of the prompt alone."""
         return lay_out(self.parts, mode, prefix_len=self.prefix_len, sink=self.sink)
 
-    def row(self, mode: Mode) -> Row:
+    def row(self, mode: ReuseMode) -> Row:
         """The row of prompt, answer and end."""
         *parts, (last, _) = self.parts
         parts.append(([*last, *self.answer, *self.end], False))
@@ -63,12 +65,10 @@ class Sampler:
 
     def __init__(self, model: Path, passages: Iterable[Passage]) -> None:
         # The mode names the preamble's tokens; pieces and their tokens are the same in every mode.
-        self._rag = LazyRAG(Config(model=str(model), mode="lazy-prefix", preamble=SYSTEM, block_size=BLOCK_SIZE))
+        self._rag = LazyRAG(Config(model=str(model), mode="prefix", preamble=SYSTEM, block_size=BLOCK_SIZE))
         self._rag.register(passage.text for passage in passages)
         self.tokenizer = self._rag.tokenizer
-        first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
-        line_break = self.tokenizer.encode_plain("\n")[-1:]
-        self._sink = (*([] if first is None else [first]), *line_break * 4)[:4]
+        self._sink = default_sink(self.tokenizer)
 
     def sample(self, question: Question) -> Sample:
         """The tokens of a question with its passages, and of its first answer."""

@@ -27,10 +27,11 @@ import torch
 from torch.nn import functional
 
 from lazyrag.errors import ConfigError
+from lazyrag.modes import ReuseMode
 from lazyrag.optional import need
 from lazyrag.quality.data import Question
 from lazyrag.tune.forward import batches, logits
-from lazyrag.tune.layout import Mode
+from lazyrag.tune.layout import tunable
 from lazyrag.tune.samples import Draws, Sample, Sampler, check_length
 
 WARM_UP = 0.06
@@ -39,7 +40,7 @@ WARM_UP = 0.06
 MAX_TAIL = 256
 """Tokens at a prompt's end that are compared with the untuned model's."""
 
-EXACT = Mode("exact")
+EXACT = ReuseMode("exact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,12 @@ class Recipe:
         seed: of all that is drawn.
     """
 
-    modes: tuple[str, ...] = ("lazy",)
-    exact_share: float = 0.25
+    modes: tuple[str, ...] = ("lazy", "sink")
+    exact_share: float = 0.2
     docs: int = 10
     steps: int = 400
     batch: int = 32
-    lr: float = 5e-4
+    lr: float = 1e-3
     lora: int | None = 32
     distill: float = 1.0
     seed: int = 0
@@ -87,7 +88,7 @@ class Recipe:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
             raise ConfigError(f"A tuning recipe cannot have {values}.")
         for mode in self.modes:
-            Mode.parse(mode)
+            tunable(mode)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step."""
@@ -140,7 +141,7 @@ class Trainer:
         self.recipe, self.done = recipe, 0
         self._sampler, self._pass_tokens = sampler, pass_tokens
         self._draws = Draws(asked, docs=recipe.docs, batch=recipe.batch, seed=recipe.seed)
-        self._modes = [Mode.parse(mode) for mode in recipe.modes]
+        self._modes = [tunable(mode) for mode in recipe.modes]
         self._max_tokens = int(model.config.max_position_embeddings)
         torch.manual_seed(recipe.seed)
         self._teacher: Any = None
@@ -184,10 +185,10 @@ class Trainer:
         self.done += 1
         return Step(self.done, recipe.steps, answer_loss, distance)
 
-    def _mode(self, random: Random) -> Mode:
+    def _mode(self, random: Random) -> ReuseMode:
         return EXACT if random.random() < self.recipe.exact_share else random.choice(self._modes)
 
-    def _losses(self, drawn: Sequence[tuple[Sample, Mode]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(self, drawn: Sequence[tuple[Sample, ReuseMode]]) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums of both losses over the tokens of a forward pass."""
         rows = [sample.row(mode) for sample, mode in drawn]
         last = max(_tail(sample) for sample, _ in drawn)

@@ -48,7 +48,7 @@ COUNT_BITS = 22
 """Windows are counted in this many buckets (as a power of two): enough to tell boilerplate from text."""
 MAX_MEAN = 32
 """Counts are halved when a bucket holds more than this on average: 255 fit, and only what sticks out matters."""
-GROWTH = 4
+GROWTH = 8
 """Searching takes time in proportion to the runs, merging to how often a chunk moves into a larger one."""
 MANIFEST = "manifest.json"
 FEW = 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from lazyrag.types import Occurrence
@@ -19,17 +18,19 @@ class Matcher:
     """
 
     def __init__(self, chunks: Iterable[tuple[str, str]]) -> None:
-        self._beginning_with: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for id, text in chunks:
-            self._beginning_with[text[:HEAD]].append((id, text))
+        self._texts = dict(chunks)
+        # Chunks with the same beginning, by their lengths: boilerplate begins thousands of them.
+        self._beginning_with: dict[str, dict[int, dict[str, str]]] = {}
+        for id, text in self._texts.items():
+            self._beginning_with.setdefault(text[:HEAD], {}).setdefault(len(text), {})[text] = id
 
     def whole(self, text: str) -> list[Occurrence]:
         """Every place where all of a chunk stands, overlapping or not, in order of their ends."""
         found = []
         for start in range(len(text)):
-            for id, chunk in self._beginning_with.get(text[start : start + HEAD], ()):
-                if text.startswith(chunk, start):
-                    found.append(Occurrence(id, start, start + len(chunk)))
+            for length, ids in self._beginning_with.get(text[start : start + HEAD], {}).items():
+                if id := ids.get(text[start : start + length]):
+                    found.append(Occurrence(id, start, start + length))
         return sorted(found, key=lambda occurrence: occurrence.end)
 
     def faults(self, text: str, found: Sequence[Occurrence], *, cut_loss: int) -> list[str]:
@@ -62,10 +63,8 @@ class Matcher:
 
     def _begins(self, text: str, occurrence: Occurrence, cut_loss: int) -> bool:
         shown = text[occurrence.start : occurrence.end]
-        return len(shown) > cut_loss and any(
-            id == occurrence.chunk_id and chunk.startswith(shown) and chunk != shown
-            for id, chunk in self._beginning_with.get(shown[:HEAD], ())
-        )
+        chunk = self._texts.get(occurrence.chunk_id, "")
+        return len(shown) > cut_loss and chunk.startswith(shown) and chunk != shown
 
 
 def _most_characters(occurrences: Sequence[Occurrence]) -> int:

@@ -147,7 +147,7 @@ def check_capacity() -> None:
         assert one.all_seen_from == late
         assert one.context.first_page.tolist() == [segment.first_block for segment in layout.segments]
     far = lay_out(range(3000), [Span(2500, 1)], prefix_len=0, block_size=PAGE, pad=0)[0]
-    with pytest.raises(RuntimeError, match="is moved by"):
+    with pytest.raises(RuntimeError, match="are moved by"):
         planner.describe(far, range(200))
 
 

@@ -765,6 +765,21 @@ def test_a_model_that_was_trained_for_no_tools_is_told_of_them_and_must_answer_a
     assert "Result of clock:\nNoon in 3." in prompt
 
 
+@pytest.mark.parametrize("has_place", [True, False], ids=["template", "words"])
+def test_tools_leave_the_preamble_and_the_chunks_behind_it_reusable(
+    connect: Connect, model_folder: Path, folder_without_tools: Path, passages: list[str], has_place: bool
+) -> None:
+    preamble = "Answer from the sources, in one sentence, and say which one it was."
+    config = {"mode": "lazy-prefix", "preamble": preamble}
+    folder = model_folder if has_place else folder_without_tools
+    client, _ = connect(folder, mode="lazy-prefix", config=config, reply=obedient)
+    client.register(passages)
+    chat = ChatLazyRAG(lazyrag=client).bind_tools([clock])
+    for texts in (passages[:2], passages[1::-1]):
+        answer = chat.invoke([SystemMessage(preamble), HumanMessage(prompt_with(texts))])
+    assert answer.response_metadata["lazyrag"]["sources"] == ["hbm", "hbm"]
+
+
 def test_a_call_that_was_cut_off_is_an_invalid_one(connect: Connect) -> None:
     client, _ = connect(reply=saying('<tool_call>{"name": "weather", "arguments": {"city": "A'))
     answer = ChatLazyRAG(lazyrag=client).bind_tools([weather]).invoke("Go.")

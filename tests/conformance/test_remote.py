@@ -166,6 +166,9 @@ def test_settings_arrive_as_they_were_given(remote: RemoteRAG, engine: Watched) 
     remote.generate(["Go on."], sampling)
     assert engine.requests[-1].sampling == sampling
     assert engine.requests[-1].namespace == "team"
+    called = Sampling(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}})
+    remote.generate(["Go on."], called)
+    assert engine.requests[-1].sampling == called
     remote.generate(["Go on."])
     assert engine.requests[-1].sampling == Sampling(max_tokens=32)
 

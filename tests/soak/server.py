@@ -3,7 +3,7 @@
 from lazyrag.backend import local
 
 stock = local.plugin_arguments
-local.plugin_arguments = lambda mode, debug: stock(mode, True)
+local.plugin_arguments = lambda debug: stock(True)
 
 if __name__ == "__main__":
     from lazyrag.cli import main

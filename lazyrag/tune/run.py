@@ -93,16 +93,19 @@ def tune(options: Options, tell: Tell = lambda line: None) -> Iterator[Step | Re
     """
     if options.recipe.lora is not None:
         need("peft", extra="tune")
-    if not options.resume and options.out.exists() and any(options.out.iterdir()):
-        raise ConfigError(f"The folder {options.out} is not empty.", fix="Name another one, or go on with --resume.")
+    path = options.out / CHECKPOINT
+    # A checkpoint that was being written when the run was killed is nothing to keep.
+    found = {file.name for file in options.out.glob("*")} - {path.with_suffix(".new").name}
+    if found and not (options.resume and path.exists()):
+        fix = "Name another one, or go on with --resume." if path.exists() else "Name another one."
+        raise ConfigError(f"The folder {options.out} is not empty.", fix=fix)
     training, held = sides(options)
     options = _settled(options, len(training))
     sampler = Sampler(options.model, passages_of([*training, *held]))
     model = load_model(options.model, options.device)
     trainer = Trainer(model, options.recipe, training, sampler, pass_tokens=options.pass_tokens)
     about = {"model": model_fingerprint(options.model, dtype="float32"), "data": _digest(training)}
-    path = options.out / CHECKPOINT
-    if options.resume and path.exists():
+    if path.exists():
         trainer.resume(path, about)
     options.out.mkdir(parents=True, exist_ok=True)
     tell(f"{len(training)} questions to train on, {len(held)} to measure with")

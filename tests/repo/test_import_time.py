@@ -39,7 +39,9 @@ def test_importing_the_package_loads_nothing_of_it_but_the_version(tmp_path: Pat
     assert modules.isdisjoint({*HEAVY, "asyncio"})
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ingest", "--help"], ["query", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["ingest", "--help"], ["query", "--help"], ["tune", "--help"]]
+)
 def test_help_and_version_load_no_engine_and_no_framework(arguments: list[str], tmp_path: Path) -> None:
     modules = imported_by(f"sys.argv = ['lazyrag', *{arguments!r}]\nfrom lazyrag.cli import main\nmain()", tmp_path)
     assert modules.isdisjoint(HEAVY)

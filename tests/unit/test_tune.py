@@ -167,6 +167,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(options: run.Options, 
         whole = replace(options, recipe=recipe, out=tmp_path / kind / "whole", evaluated=0)
         finish(run.tune(whole))
         broken = replace(whole, out=tmp_path / kind / "broken")
+        broken.out.mkdir()
+        (broken.out / "checkpoint.new").write_bytes(b"the beginning of a")
         for step in run.tune(broken):  # killed in step 4, the checkpoint is of step 2
             if isinstance(step, Step) and step.done == 3:
                 break
@@ -189,6 +191,8 @@ def test_a_checkpoint_of_another_run_is_refused(options: run.Options) -> None:
         next(run.tune(replace(options, resume=True, asked=ASKED[:-4])))
     with pytest.raises(ConfigError, match="not empty"):
         next(run.tune(options))
+    with pytest.raises(ConfigError, match="not empty"):  # finished, for example
+        next(run.tune(replace(options, resume=True, out=options.model)))
     (options.out / run.CHECKPOINT).write_bytes(b"rubbish")
     with pytest.raises(ConfigError, match="cannot be read"):
         next(run.tune(replace(options, resume=True)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from lazyrag.errors import RequestTimeoutError
-from lazyrag.types import ChunkId, Citation, Reuse, Segment
+from lazyrag.types import Choice, ChunkId, Citation, Reuse, Segment
 
 WARMED_AT_ONCE = 16
 
@@ -75,7 +75,7 @@ class Delta:
         finish_reason: None until the last delta, then "stop", "length" or "abort".
         reuse: set on the last delta.
         ttft_s: seconds from `submit` to the first token; set on the last delta.
-        citations: see `Answer.citations`; set on the last delta by `LazyRAG`, which knows the documents.
+        citations, mode: see `Answer`; set on the last delta by `LazyRAG`, which knows documents and findings.
     """
 
     text: str = ""
@@ -85,6 +85,7 @@ class Delta:
     reuse: Reuse | None = None
     ttft_s: float | None = None
     citations: tuple[Citation, ...] = ()
+    mode: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +277,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         reuse=last.reuse,
         ttft_s=last.ttft_s,
         citations=last.citations,
+        mode=last.mode,
     )
 
 

@@ -27,7 +27,7 @@ from lazyrag.chat import Message, TextPiece
 from lazyrag.config import Config
 from lazyrag.errors import EngineDeadError, EngineError, InputError, LazyRAGError, RequestError
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, Chunk, Citation, Document, Hit, Piece, PromptPlan, Reuse
+from lazyrag.types import Answer, Choice, Chunk, Citation, Document, Hit, Piece, PromptPlan, Reuse
 
 if TYPE_CHECKING:
     from lazyrag.loaders import Source
@@ -94,6 +94,11 @@ class RemoteRAG:
         facts = self._server()
         own = {name: value for name, value in facts["lazyrag"].items() if name != "fingerprint"}
         return Config(facts["id"], **own, origins=dict.fromkeys(("model", *own), self._url))
+
+    @property
+    def choice(self) -> Choice:
+        """The mode of the server."""
+        return Choice(self.config.mode, "the server's")
 
     @property
     def model(self) -> str:
@@ -388,6 +393,7 @@ class _Answers:
                     reuse,
                     ttft_s=whole.ttft_s,
                     citations=whole.citations,
+                    mode=whole.mode,
                 )
             )
         return answers
@@ -443,6 +449,7 @@ def _item(line: str) -> tuple[int, Delta | LazyRAGError]:
         reuse=Reuse(reuse[0], reuse[1], tuple(reuse[2])) if reuse is not None else None,
         ttft_s=delta.get("ttft_s"),
         citations=tuple(map(_citation, delta.get("citations", ()))),
+        mode=Choice(**delta["mode"]) if "mode" in delta else None,
     )
 
 

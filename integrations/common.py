@@ -30,7 +30,7 @@ class Connection(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
     model: str | None = Field(default=None, description="Folder or name of the model.")
-    mode: Mode | None = Field(default=None, description="exact, lazy, sink, prefix; lazy+first_k=32, ...")
+    mode: Mode | None = Field(default=None, description="auto, exact, lazy, sink, prefix; lazy+first_k=32, ...")
     store: Path | str | None = Field(default=None, description="Folder of the document store.")
     preamble: str | None = Field(default=None, description="Fixed text in front of every prompt (mode prefix).")
     embedder: str | None = Field(default=None, description="Name of the embedding model.")
@@ -200,6 +200,7 @@ class Heard:
             delta.reuse or Reuse(0, 0),
             ttft_s=delta.ttft_s,
             citations=delta.citations,
+            mode=delta.mode,
         )
 
 
@@ -212,6 +213,8 @@ def report(answer: Answer) -> dict[str, Any]:
         "segments": len(answer.reuse.sources),
         "sources": list(answer.reuse.sources),
         "ttft_s": answer.ttft_s,
+        "mode": answer.mode.mode if answer.mode is not None else None,
+        "mode_why": answer.mode.why if answer.mode is not None else None,
         "citations": [_citation(citation) for citation in answer.citations],
     }
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lazyrag.explain import Row
     from lazyrag.ingest import Difference, Progress, Summary
     from lazyrag.loaders import Failure
+    from lazyrag.quality.data import DataSet
     from lazyrag.retrievers.store import Store, StoredDocument
     from lazyrag.transfer import Moved
     from lazyrag.types import Chunk, Hit, PromptPlan
@@ -59,6 +60,13 @@ class PassageOrder(str, Enum):
 
     given = "given"
     shuffled = "shuffled"
+
+
+class Measured(str, Enum):
+    """What a mode may lose."""
+
+    likelihood = "likelihood"
+    f1 = "f1"
 
 
 class What(str, Enum):
@@ -96,7 +104,7 @@ app.add_typer(kv_app, name="kv")
 StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model folder or name. [the store's]")]
 ModeOption = Annotated[
-    str | None, typer.Option("--mode", help="exact, lazy, sink or prefix; also lazy+first_k=32, ... [lazy]")
+    str | None, typer.Option("--mode", help="exact, lazy, sink or prefix; also lazy+first_k=32, ... [as calibrated]")
 ]
 PreambleOption = Annotated[
     str | None, typer.Option("--preamble", help="Fixed beginning of every prompt, for mode prefix.")
@@ -543,12 +551,12 @@ def serve(
 
     keys = Keys.load(api_keys) if api_keys is not None else Keys()
     embedded = LazyRAG(config)
-    config, folder = embedded.config, embedded.model
+    config, folder = embedded.engine_config, embedded.model
     with bound(host, port, keys) as listener:
         say("Starting the engine ...")
         engine = SupervisedEngine(lambda: start_engine(config, folder))
         try:
-            rag = LazyRAG(config, engine=engine)
+            rag = LazyRAG(embedded.config, engine=engine)
             limits = Limits(body_bytes=max_body << 20, places=max_prompts)
             application = create_app(rag, keys=keys, limits=limits, engine=engine)
             say(*application.state.service.look_at_kv(rebuild=rebuild_kv))
@@ -1075,26 +1083,33 @@ def bench_segment(quick: bool, prompts: int | None, out: Path | None, as_json: b
 
 # ---------------------------------------------------------------- quality
 
+DocsOption = Annotated[int, typer.Option("--docs", min=1, help="Passages a question.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of orders, and of passages that are added.")]
+TextOption = Annotated[bool, typer.Option("--text", help="Ask in one text, not in a chat.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="For the JSON; what it holds is not measured anew.")
+]
+
 
 @app.command("eval")
 @guarded
 def evaluate_modes(
     data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="Questions, answers and passages, one a line.")],
-    modes: Annotated[str, typer.Option("--modes", metavar="NAMES", help="With commas; exact is always there.")],
+    modes: Annotated[
+        str, typer.Option("--modes", metavar="NAMES", help="With commas; exact is always there.")
+    ] = "lazy,sink,sink+first_k=16",
     model: ModelOption = None,
     preamble: PreambleOption = None,
-    docs: Annotated[int, typer.Option("--docs", min=1, help="Passages a question.")] = 10,
+    docs: DocsOption = 10,
     order: Annotated[PassageOrder, typer.Option("--order", help="Of the passages.")] = PassageOrder.given,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions, at most. [all]")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of orders, and of passages that are added.")] = 0,
+    seed: SeedOption = 0,
     unseen_by: Annotated[
         Path | None,
         typer.Option("--unseen-by", metavar="DIR", help="Only questions this tuned model did not see. [the model]"),
     ] = None,
-    as_text: Annotated[bool, typer.Option("--text", help="Ask in one text, not in a chat.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="For the JSON; what it holds is not measured anew.")
-    ] = None,
+    as_text: TextOption = False,
+    out: OutOption = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw quality against cost.")] = None,
     file: FileOption = None,
     as_json: JsonOption = False,
@@ -1106,28 +1121,20 @@ def evaluate_modes(
     from lazyrag.quality.data import draw
     from lazyrag.quality.data import load as load_questions
     from lazyrag.quality.evaluate import evaluate
-    from lazyrag.tune import record
 
     if plot is not None:
         need("matplotlib", extra="plot")  # now, and not after hours
-    for path in filter(None, (out, plot)):
-        if path.is_dir() or not path.parent.is_dir():
-            raise InputError(f"{path} cannot be written:", why="it is a folder, or its folder does not exist.")
+    check_writable(out, plot)
     rag = LazyRAG(load(file, model=model, preamble=preamble))
     found = load_questions(data)
-    unseen = record.unseen(found.questions, unseen_by or rag.model)
-    if left_out := len(found.questions) - len(unseen):
-        say(f"{left_out} questions are left out: {(unseen_by or rag.model).name} was tuned on their passages.")
-    questions = draw(unseen, passages=docs, order=order.value, limit=limit, seed=seed)
-    about = {"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed}
-    names = [name.strip() for name in modes.split(",")]
+    found = without_seen(found, unseen_by or rag.model)
     result = evaluate(
         rag.config,
         rag.model,
-        questions,
-        names,
+        draw(found, passages=docs, order=order.value, limit=limit, seed=seed),
+        split_names(modes),
         chat=not as_text,
-        data=about,
+        data={"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed},
         out=out,
         command=" ".join(["lazyrag", *sys.argv[1:]]),
         tell=say,
@@ -1136,6 +1143,99 @@ def evaluate_modes(
     if plot is not None:
         report.plot(result.scores, plot)
     reply(result.values(), as_json, lambda: report.lines(result))
+
+
+@app.command("calibrate")
+@guarded
+def calibrate_model(
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DATA.jsonl]", help="Questions, answers and passages. [made from the store's documents]"
+        ),
+    ] = None,
+    store: StoreOption = None,
+    model: ModelOption = None,
+    preamble: PreambleOption = None,
+    namespace: NamespaceOption = None,
+    modes: Annotated[
+        str | None, typer.Option("--modes", metavar="NAMES", help="With commas, from cheap to dear. [all kinds]")
+    ] = None,
+    measure: Annotated[Measured, typer.Option("--measure", help="Of what the loss is measured.")] = Measured.likelihood,
+    bound: Annotated[
+        float | None,
+        typer.Option(
+            "--bound", min=0, help="What may be lost: of what passages add (0.02), or of F1, which is 0 to 1 (0.01)."
+        ),
+    ] = None,
+    docs: DocsOption = 10,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions, at most.")] = 100,
+    seed: SeedOption = 0,
+    as_text: TextOption = False,
+    out: OutOption = None,
+    file: FileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the cheapest mode that costs this model no answers, for everything that runs in mode auto."""
+    from lazyrag import calibration
+    from lazyrag.client import LazyRAG, start_engine
+    from lazyrag.quality import report
+    from lazyrag.quality.calibrate import CANDIDATES, DEFAULT_BOUND, Bound, calibrate, questions_of_store
+    from lazyrag.quality.data import draw
+    from lazyrag.quality.data import load as load_questions
+
+    check_writable(out)
+    rag = LazyRAG(load(file, store=store, model=model, preamble=preamble, namespace=namespace))
+    found = load_questions(data) if data is not None else questions_of_store(rag, limit, seed)
+    docs = docs if data is not None else min(docs, len(found.others))
+    found = without_seen(found, rag.model)
+    calibrated, result = calibrate(
+        rag.config,
+        rag.model,
+        draw(found, passages=docs, limit=limit, seed=seed),
+        modes=split_names(modes) if modes is not None else CANDIDATES,
+        bound=Bound(measure.value, bound if bound is not None else DEFAULT_BOUND[measure.value]),
+        chat=not as_text,
+        data={"name": found.name, "digest": found.digest, "passages": docs, "seed": seed},
+        out=out,
+        tell=say,
+        start=start_engine,
+    )
+    path = calibration.save(calibrated, rag.config, rag.model)
+    values = {**asdict(calibrated), "file": str(path), "result": result.values()}
+    found_out = f"mode {calibrated.mode}: {calibrated.why}"
+    then = (
+        []
+        if calibrated.mode == "exact"
+        else ["KV that was computed in another mode is computed anew: lazyrag kv rebuild"]
+    )
+    reply(values, as_json, lambda: [*report.lines(result), "", found_out, *then])
+
+
+def without_seen(found: DataSet, model: Path) -> DataSet:
+    """The questions about passages that a model was not tuned on."""
+    from lazyrag.tune import record
+
+    unseen = record.unseen(found.questions, model)
+    if left_out := len(found.questions) - len(unseen):
+        say(f"{left_out} questions are left out: {model.name} was tuned on their passages.")
+    return replace(found, questions=tuple(unseen))
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Find out before a long run that its findings could not be written.
+
+    Raises:
+        InputError: a path is a folder, or in no folder.
+    """
+    for path in filter(None, paths):
+        if path.is_dir() or not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written:", why="it is a folder, or its folder does not exist.")
+
+
+def split_names(names: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in names.split(",")]
 
 
 @config_app.command("show")

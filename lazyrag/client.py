@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from lazyrag.anchors import MIN_CHARS
 from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
+from lazyrag.calibration import choose
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.config import Config
 from lazyrag.deviation import PASSAGE, Deviations, Scores
@@ -31,7 +32,7 @@ from lazyrag.modes import ReuseMode, default_block_size
 from lazyrag.plan import Planner
 from lazyrag.recurring import AutoRegister
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Answer, Chunk, ChunkId, Citation, Document, Hit, Piece, PromptPlan, Reuse
+from lazyrag.types import Answer, Choice, Chunk, ChunkId, Citation, Document, Hit, Piece, PromptPlan, Reuse
 
 if TYPE_CHECKING:
     from lazyrag.care import Deleted
@@ -84,6 +85,7 @@ class LazyRAG:
 
     _shared: ClassVar[dict[tuple[Config, frozenset[str]], LazyRAG]] = {}
     _shared_lock: ClassVar = threading.Lock()
+    _told: ClassVar[set[Choice]] = set()
 
     def __init__(self, config: Config | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
         if config is not None and settings:
@@ -92,6 +94,7 @@ class LazyRAG:
             )
         self._config = config if config is not None else Config.load(**settings)
         self._engine = engine
+        self._choice: tuple[Config, Choice] | None = None
         self._tokenizer: Tokenizer | None = None
         self._store: Store | None = None
         self._store_file: tuple[int, int] | None = None
@@ -209,8 +212,31 @@ class LazyRAG:
         return self.config.max_model_len or context_window(self.model)
 
     @property
+    def choice(self) -> Choice:
+        """The mode of requests that ask for no other, and why it is that one. Starts no engine."""
+        with self._lock:
+            config = self.config
+            if self._choice is None or self._choice[0] is not config:
+                self._choice = config, self._choose(config)
+            return self._choice[1]
+
+    def _choose(self, config: Config) -> Choice:
+        chosen = choose(config, lambda: self.model)
+        if self._engine is not None and self._engine.info.mode != chosen.mode:
+            return Choice(self._engine.info.mode, "the running engine's")
+        if chosen.fix and chosen not in self._told:
+            self._told.add(chosen)
+            logger.warning("Mode %s, for %s. %s", chosen.mode, chosen.why, chosen.fix)
+        return chosen
+
+    @property
+    def engine_config(self) -> Config:
+        """The settings with the mode that was chosen, as an engine takes them."""
+        return replace(self.config, mode=self.choice.mode)
+
+    @property
     def _mode(self) -> ReuseMode:
-        return ReuseMode.parse(self._engine.info.mode if self._engine is not None else self.config.mode)
+        return ReuseMode.parse(self.choice.mode)
 
     def register(self, texts: Iterable[str] | Mapping[str, str]) -> list[ChunkId]:
         """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
@@ -345,7 +371,7 @@ class LazyRAG:
         if self._engine is None:
             with self._engine_lock:
                 if self._engine is None:
-                    self._engine = shared_engine(self.config, self.model)
+                    self._engine = shared_engine(self.engine_config, self.model)
         return self._engine
 
     @property
@@ -399,7 +425,7 @@ class LazyRAG:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
         engine, (plan,), (request,) = self._prepare([prompt], sampling, hints, tools, special, mode)
         for delta in engines.stream(engine, request):
-            yield self._cited(plan, delta) if delta.finish_reason is not None else delta
+            yield self._finished(plan, delta) if delta.finish_reason is not None else delta
 
     async def astream(
         self,
@@ -417,7 +443,7 @@ class LazyRAG:
         async with aclosing(engines.astream(engine, request)) as deltas:
             async for delta in deltas:
                 is_last = delta.finish_reason is not None
-                yield await asyncio.to_thread(self._cited, plan, delta) if is_last else delta
+                yield await asyncio.to_thread(self._finished, plan, delta) if is_last else delta
 
     def logprobs(
         self,
@@ -484,18 +510,28 @@ class LazyRAG:
         for plan, result in zip(plans, results, strict=True):
             if isinstance(result, Exception):
                 raise result
-            last = self._cited(plan, result)
+            last = self._finished(plan, result)
             assert last.finish_reason is not None
             reuse = last.reuse or Reuse(len(plan.token_ids), 0)
             answers.append(
                 Answer(
-                    last.text, last.token_ids, last.finish_reason, reuse, plan, last.ttft_s, citations=last.citations
+                    last.text,
+                    last.token_ids,
+                    last.finish_reason,
+                    reuse,
+                    plan,
+                    last.ttft_s,
+                    citations=last.citations,
+                    mode=last.mode,
                 )
             )
         return answers
 
-    def _cited(self, plan: PromptPlan, last: Delta) -> Delta:
-        """The last delta of an answer, with the places that the prompt's chunks come from."""
+    def _finished(self, plan: PromptPlan, last: Delta) -> Delta:
+        """The last delta of an answer, with the mode that ran, and the places that the prompt's chunks come from."""
+        chosen = self.choice
+        asked = plan.mode not in ("", chosen.mode)
+        last = replace(last, mode=Choice(plan.mode, "asked for by the request") if asked else chosen)
         sources = plan.sources(last.reuse)
         chunks = [
             (piece.chunk_id, piece, source)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lazyrag.errors import ConfigError
-from lazyrag.modes import MODES_HELP, ReuseMode
+from lazyrag.modes import AUTO, MODES_HELP, ReuseMode
 from lazyrag.types import Quota
 
 try:
@@ -73,7 +73,7 @@ class Config:
 
     model: str = _setting("", "Model folder or name; empty: the one that the store was made for.")
     _: KW_ONLY
-    mode: str = _setting("lazy", f"What is reused of chunks: {MODES_HELP}")
+    mode: str = _setting(AUTO, f"What is reused of chunks: auto (as `lazyrag calibrate` found); {MODES_HELP}")
     store: Path | None = _setting(None, "Folder of documents, vectors and KV.")
     preamble: str = _setting("", "Fixed beginning of every prompt, which chunks attend to (mode prefix).")
     sink: str = _setting("", "What chunks attend to in mode sink, never part of a prompt; empty: chosen for the model.")
@@ -98,6 +98,9 @@ class Config:
     )
     auto_register_bytes: Bytes = _setting(
         1 << 30, "KV of such chunks together; the longest unused are forgotten first."
+    )
+    calibrations: Path | None = _setting(
+        None, "Folder of what `lazyrag calibrate` found for models; unset: one of the user's."
     )
     engine_args: Mapping[str, Any] = field(
         default_factory=dict,
@@ -185,17 +188,18 @@ class Config:
     def _check_words(self) -> None:
         if self.log_level not in LOG_LEVELS:
             raise self._cannot_be("log_level", f"it must be one of {', '.join(LOG_LEVELS)}.")
-        try:
-            mode = ReuseMode.parse(self.mode)
-        except ConfigError as error:
-            raise self._cannot_be("mode", error.why or f"it must be one of {MODES_HELP}", error.fix) from None
-        object.__setattr__(self, "mode", str(mode))
+        if self.mode != AUTO:
+            try:
+                mode = ReuseMode.parse(self.mode)
+            except ConfigError as error:
+                raise self._cannot_be("mode", error.why or f"it must be one of {MODES_HELP}", error.fix) from None
+            object.__setattr__(self, "mode", str(mode))
         for name in ("namespace", "preamble", "sink"):
             try:
                 getattr(self, name).encode()
             except UnicodeEncodeError:
                 raise self._cannot_be(name, "it holds a lone surrogate, which is not Unicode.") from None
-        if mode.kind == "prefix" and not self.preamble:
+        if self.mode != AUTO and mode.kind == "prefix" and not self.preamble:
             raise self._cannot_be(
                 "mode", "chunks are computed behind the preamble, and there is none.", "Set preamble, or mode to sink."
             )
@@ -306,10 +310,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read:", why="its values are nested too deeply.") from None
     _check_names(values, str(path))
-    for name in ("store", "model", "embedder"):
+    for name in ("store", "model", "embedder", "calibrations"):
         # A bare name may be a model's; what begins with "." or "~" can only be a path.
         value = values.get(name)
-        if isinstance(value, str) and (value if name == "store" else value.startswith((".", "~"))):
+        if isinstance(value, str) and (value if name in ("store", "calibrations") else value.startswith((".", "~"))):
             values[name] = str(path.parent / Path(value).expanduser())
     return values
 

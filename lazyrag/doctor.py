@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lazyrag._version import __version__
+from lazyrag.calibration import choose
 from lazyrag.config import Config
 from lazyrag.errors import LazyRAGError
+from lazyrag.modes import AUTO, ReuseMode
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -203,6 +205,21 @@ def _store_and_model(config: Config) -> Iterator[Row]:
     name = name or settings.get("model", "")
     if name:
         yield from _model(name, settings.get("tokenizer"))
+        yield _mode(config)
+
+
+def _mode(config: Config) -> Row:
+    from lazyrag.client import LazyRAG
+
+    try:
+        rag = LazyRAG(config)
+        settings, chosen = rag.config, choose(rag.config, lambda: rag.model)
+    except LazyRAGError as error:
+        return _failure("mode", error, "Make the model and the store whole.")
+    found = f"{chosen.mode}: {chosen.why}"
+    if settings.mode != AUTO and not ReuseMode.parse(settings.mode).is_exact:
+        return Row("mode", "ok", f"{found}; what it costs in answers: lazyrag eval")
+    return Row("mode", "warn" if chosen.fix else "ok", found, chosen.fix)
 
 
 def _store(folder: Path, namespace: str) -> tuple[Row, dict[str, str]]:

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 
 from lazyrag.errors import ConfigError
 
-KINDS = ("exact", "lazy", "sink", "prefix")
+EXACT = "exact"
+KINDS = (EXACT, "lazy", "sink", "prefix")
+AUTO = "auto"
+"""As a setting: the mode that was found to be good enough for the model (`lazyrag.calibration`), or else `EXACT`."""
 ALIASES = {"lazy-prefix": "prefix"}
 """Names of earlier versions."""
 
@@ -92,7 +95,7 @@ class ReuseMode:
 
     @property
     def is_exact(self) -> bool:
-        return self.kind == "exact"
+        return self.kind == EXACT
 
 
 def default_block_size(mode: ReuseMode) -> int:

@@ -234,6 +234,22 @@ class PromptPlan:
 
 # ---------------------------------------------------------------- answers (filled by the engine)
 
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The reuse mode that runs.
+
+    Attributes:
+        mode: a `ReuseMode` as text.
+        why: where it comes from, in words.
+        fix: what to type for another one; empty where nothing needs to be done.
+    """
+
+    mode: str
+    why: str
+    fix: str = ""
+
+
 HBM, DISK, COMPUTED = "hbm", "disk", "computed"
 """Where a segment's KV came from: the engine's pool (there already, or on its way for an earlier request), loaded from
 disk for this request, or computed for it."""
@@ -284,6 +300,7 @@ class Answer:
         ttft_s: seconds from submission to the first token.
         hits: what was retrieved for it (`LazyRAG.query`).
         citations: for each known chunk in the prompt, in its order, where it comes from.
+        mode: the reuse mode that ran, and why that one.
     """
 
     text: str
@@ -294,3 +311,4 @@ class Answer:
     ttft_s: float | None = None
     hits: tuple[Hit, ...] = field(default=())
     citations: tuple[Citation, ...] = ()
+    mode: Choice | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,8 @@ def delta_values(delta: Delta) -> dict[str, Any]:
         out["ttft_s"] = delta.ttft_s
     if delta.citations:
         out["citations"] = [_citation_values(citation) for citation in delta.citations]
+    if delta.mode is not None:
+        out["mode"] = asdict(delta.mode)
     return out
 
 

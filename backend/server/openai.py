@@ -21,6 +21,7 @@ from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, Str
 from lazyrag.chat import Message
 from lazyrag.errors import InputError, LazyRAGError
 from lazyrag.tools import CallDelta, Reader, offer
+from lazyrag.types import Choice
 
 if TYPE_CHECKING:
     from lazyrag.client import LazyRAG
@@ -309,6 +310,7 @@ class _Usage:
     completion: int = 0
     sources: list[str] = field(default_factory=list)
     ttft_s: float | None = None
+    mode: Choice | None = None
 
     def add(self, delta: Delta) -> None:
         self.completion += len(delta.token_ids)
@@ -317,6 +319,7 @@ class _Usage:
             self.cached += delta.reuse.reused_tokens
             self.sources += delta.reuse.sources
         self.ttft_s = self.ttft_s or delta.ttft_s
+        self.mode = self.mode or delta.mode
 
     def values(self) -> dict[str, Any]:
         return {
@@ -327,8 +330,9 @@ class _Usage:
         }
 
     def report(self) -> dict[str, Any]:
-        """What LazyRAG adds: where each chunk's KV came from."""
-        return {"segments": len(self.sources), "sources": self.sources, "ttft_s": self.ttft_s}
+        """What LazyRAG adds: where each chunk's KV came from, and which mode ran and why."""
+        mode = {"mode": self.mode.mode, "mode_why": self.mode.why} if self.mode is not None else {}
+        return {"segments": len(self.sources), "sources": self.sources, "ttft_s": self.ttft_s, **mode}
 
 
 async def _respond(

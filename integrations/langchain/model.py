@@ -12,7 +12,7 @@ from lazyrag.backend.engine import Sampling
 from lazyrag.errors import InputError
 from lazyrag.integrations.common import Connection, Generation
 
-_IDENTITY = ("model", "mode", "namespace", "preamble", "dtype")
+_IDENTITY = ("model", "namespace", "preamble", "dtype")
 
 
 class LangChainModel(Connection, Generation):
@@ -34,7 +34,8 @@ class LangChainModel(Connection, Generation):
         config = self.client.config
         generation = {name: getattr(self, name) for name in Generation.model_fields}
         server = {"base_url": self.base_url} if self.base_url is not None else {}
-        return {**server, **generation, **{name: getattr(config, name) for name in _IDENTITY}}
+        mode = self.client.choice.mode
+        return {**server, **generation, **{name: getattr(config, name) for name in _IDENTITY}, "mode": mode}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params: LangSmithParams = super()._get_ls_params(stop=stop, **kwargs)  # type: ignore[misc]

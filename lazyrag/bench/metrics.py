@@ -49,6 +49,7 @@ METRICS = {
         Metric("ttft_hot_literals", f"{TTFT}; the same, with literals between the documents", "ms", ON_HOT, LONG),
         Metric("ttft_first_k", f"{TTFT}; its documents are cached, the first tokens of each computed in place", "ms",
                (("first-k", "lazy"), ("first-k", "perfect"), ("first-k", "prefix")), frozenset({"prefix"})),
+        Metric("ttft_few_shot", f"{TTFT}; many short examples in a fresh order, all cached", "ms", ON_HOT, LONG),
         Metric("decode_step", "milliseconds a token: (t(1 + n tokens) - t(1 token)) / n", "ms", (("lazy", "perfect"),)),
         Metric("cold", f"{TTFT}; no document was seen before", "ms", (("lazy", "recompute"),)),
         Metric("ordinary", "requests without documents to reuse: time to the first token, a step, or tokens a second",
@@ -126,6 +127,7 @@ def _llama_8b() -> dict[str, list[Case]]:
     table11 = Workload(documents=5, tokens=8192, pool=16, batch=32, output=8, kv_bytes=10 * 10**9)
     return {
         **_cases(hot, decode, chunks=64, chunk=512, block=16),
+        "ttft_few_shot": [("ttft", Workload(documents=32, tokens=64, literal=2))],
         "table11_ttft": [("batch", table11)],
         "table11_throughput": [("batch", table11)],
         "rate_at_slo": _pooled((0, 1.1, 2.1), pool=100, tokens=2048, arrivals=100),
@@ -138,6 +140,7 @@ def _tiny() -> dict[str, list[Case]]:
     table11 = Workload(documents=3, tokens=256, pool=6, batch=8, question=16, output=4)
     return {
         **_cases(hot, decode, chunks=8, chunk=128, block=32),
+        "ttft_few_shot": [("ttft", Workload(documents=12, tokens=40, literal=2, question=16))],
         "table11_ttft": [("batch", table11)],
         "table11_throughput": [("batch", table11)],
         "rate_at_slo": _pooled((1.1,), pool=10, tokens=256, arrivals=20),

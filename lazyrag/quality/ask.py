@@ -9,9 +9,9 @@ from statistics import fmean
 from lazyrag.backend.engine import Sampling
 from lazyrag.chat import CONTENT, TextPiece
 from lazyrag.client import LazyRAG, Prompt
-from lazyrag.errors import EngineError
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import exact_match, f1
+from lazyrag.types import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +38,32 @@ class Reply:
     ttft_s: float
 
 
-def ask(rag: LazyRAG, question: Question, *, chat: bool, max_tokens: int) -> Reply:
+def ask(rag: LazyRAG, question: Question, mode: str, *, chat: bool, max_tokens: int) -> Reply:
     """Ask a question, with every passage's KV computed before.
 
     Args:
         rag: its engine should have nothing else to do.
         question: may have no passages.
+        mode: to ask in.
         chat: as a chat, if the model has a chat template and the passages are no examples.
         max_tokens: of the answer.
 
     Raises:
         EngineError: it cannot be answered.
     """
-    ids = rag.register([passage.text for passage in question.passages])
-    for _, result in rag.warm(ids if rag.info.mode != "exact" else ()):
-        if isinstance(result, EngineError):
-            raise result
-    plan = rag.plan(prompt(rag, question, chat=chat))
+    rag.register([passage.text for passage in question.passages])
+    plan = rag.plan(prompt(rag, question, chat=chat), mode=mode)
+    if plan.segments:
+        rag.generate([plan], Sampling(max_tokens=1))
     (answer,) = rag.generate([plan], Sampling(max_tokens=max_tokens, stop=("\n",)))
+    right = question.answers[0].strip()
     is_chat = chat and not question.few_shot and rag.tokenizer.chat_template is not None
-    logprobs = rag.logprobs(plan, question.answers[0] if is_chat else f" {question.answers[0]}")
-    passage_tokens = sum(len(rag.tokenizer.encode_plain(passage.text)) for passage in question.passages)
+    logprobs = rag.logprobs(plan, right if is_chat else f" {right}")
+    passage_tokens = sum(len(rag.tokenizer.encode_plain(canonical(passage.text))) for passage in question.passages)
     return Reply(
         logprob=fmean(logprobs),
         f1=f1(answer.text, question.answers),
-        exact_match=exact_match(answer.text, question.answers),
+        exact_match=float(exact_match(answer.text, question.answers)),
         answer=blake2b(answer.text.encode(), digest_size=8).hexdigest(),
         prompt_tokens=len(plan.token_ids),
         passage_tokens=passage_tokens,

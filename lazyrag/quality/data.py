@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -21,7 +21,6 @@ from lazyrag.errors import InputError
 from lazyrag.types import canonical
 
 Order: TypeAlias = Literal["given", "shuffled"]
-ORDERS: tuple[Order, ...] = ("given", "shuffled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,18 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Questions of one file.
+    """Questions of one origin.
 
     Attributes:
-        digest: SHA-256 of the file.
+        name: of the file.
+        digest: SHA-256 of what they are from.
+        others: passages that nothing is asked about, to be mixed in.
     """
 
     name: str
     digest: str
     questions: tuple[Question, ...]
+    others: tuple[Passage, ...] = ()
 
 
 def load(path: Path) -> DataSet:
@@ -119,7 +121,7 @@ def _wrong(place: str, why: str) -> InputError:
 
 
 def draw(
-    questions: Sequence[Question], *, passages: int, order: Order = "given", limit: int | None = None, seed: int = 0
+    data: DataSet, *, passages: int, order: Order = "given", limit: int | None = None, seed: int = 0
 ) -> list[Question]:
     """The first questions, each with so many passages.
 
@@ -128,17 +130,20 @@ def draw(
     Raises:
         InputError: all rows together hold too few passages.
     """
-    pools = {kind: _distinct(q for q in questions if q.few_shot == kind) for kind in (False, True)}
-    return [_drawn(q, pools[q.few_shot], passages, order, seed) for q in questions[:limit]]
+    examples = _distinct(passage for q in data.questions if q.few_shot for passage in q.passages)
+    documents = _distinct(passage for q in data.questions if not q.few_shot for passage in q.passages)
+    documents = _distinct([*documents, *data.others])
+    asked = data.questions[:limit]
+    return [_drawn(q, examples if q.few_shot else documents, passages, order, seed) for q in asked]
 
 
-def _distinct(questions: Iterator[Question]) -> list[Passage]:
-    return list({passage.text: passage for question in questions for passage in question.passages}.values())
+def _distinct(passages: Iterable[Passage]) -> list[Passage]:
+    return list({passage.text: passage for passage in passages}.values())
 
 
 def _drawn(question: Question, pool: Sequence[Passage], count: int, order: Order, seed: int) -> Question:
     random = Random(f"{seed} {question.id}")
-    own = list({passage.text: passage for passage in question.passages}.values())[:count]
+    own = _distinct(question.passages)[:count]
     texts = {passage.text for passage in own}
     missing = count - len(own)
     others = [passage for passage in random.sample(pool, min(count + missing, len(pool))) if passage.text not in texts]

@@ -1,4 +1,4 @@
-"""Every mode asked the same questions, one engine after the other.
+"""Every mode asked the same questions: full attention by one engine, the modes that reuse chunks by another.
 
 Two arms are always there: `exact`, full attention by vLLM without LazyRAG, and `none`, the questions without their
 passages. Between them lies what the passages are good for, and a mode is measured by how much of that it loses.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -20,11 +20,12 @@ from lazyrag.calibration import model_key
 from lazyrag.client import SYSTEM, LazyRAG, start_engine
 from lazyrag.config import Config
 from lazyrag.errors import InputError
+from lazyrag.modes import EXACT, ReuseMode, default_block_size
 from lazyrag.quality.ask import Reply, ask
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import Estimate, estimate, lost_share, mean
 
-FULL, NONE = "exact", "none"
+FULL, NONE = EXACT, "none"
 MAX_TOKENS = 32
 EVERY = 10
 
@@ -179,38 +180,55 @@ def evaluate(
     result = Result.load(out) if out is not None and out.exists() else Result(model, data)
     if (result.model, result.data) != (model, data):
         raise InputError(f"{out} holds the results of another model, or of other questions.", fix="Name another file.")
-    for mode in dict.fromkeys((FULL, *modes)):
-        if mode not in (NONE, *result.arms):
-            with running(config, folder, mode, start) as rag:
+    wanted = [str(ReuseMode.parse(mode)) for mode in modes if mode != NONE]
+    lazy = [mode for mode in dict.fromkeys(wanted) if mode != FULL]
+    with ExitStack() as stack:
+        rag: LazyRAG | None = None
+        for mode in [FULL, *lazy]:
+            if mode not in result.arms:
                 if mode == FULL:
-                    without = [replace(question, passages=()) for question in questions]
-                    result.arms[NONE] = Arm(command, machine(), asked(rag, without, chat, NONE, tell))
-                result.arms[mode] = Arm(command, machine(), asked(rag, questions, chat, mode, tell))
-            if out is not None:
-                result.save(out)
-        if mode not in (FULL, NONE) and enough(result.score(mode)):
-            break
+                    with running(config, folder, [FULL], start) as stock:
+                        without = [replace(question, passages=()) for question in questions]
+                        result.arms[NONE] = Arm(command, machine(), asked(stock, FULL, without, chat, NONE, tell))
+                        result.arms[FULL] = Arm(command, machine(), asked(stock, FULL, questions, chat, FULL, tell))
+                else:
+                    rag = rag or stack.enter_context(running(config, folder, lazy, start))
+                    result.arms[mode] = Arm(command, machine(), asked(rag, mode, questions, chat, mode, tell))
+                if out is not None:
+                    result.save(out)
+            if mode != FULL and enough(result.score(mode)):
+                break
     return result
 
 
 @contextmanager
-def running(config: Config, folder: Path, mode: str, start: Start) -> Iterator[LazyRAG]:
-    """A client with an engine of this mode, that keeps nothing on disk and knows no stored documents."""
+def running(config: Config, folder: Path, modes: Sequence[str], start: Start) -> Iterator[LazyRAG]:
+    """A client with an engine that runs these modes, keeps nothing on disk and knows no stored documents."""
+    sizes = [default_block_size(ReuseMode.parse(mode)) for mode in modes]
     # vLLM's own attention, which runs `exact`, does not take every size of blocks.
-    block_size = None if mode == FULL else config.block_size
-    config = replace(config, mode=mode, store=None, preamble=config.preamble or SYSTEM, block_size=block_size)
+    block_size = config.block_size if config.block_size and modes[0] != FULL else min(sizes)
+    config = replace(
+        config,
+        model=str(folder),
+        mode=modes[0],
+        store=None,
+        preamble=config.preamble or SYSTEM,
+        block_size=block_size,
+    )
     engine = start(config, folder)
     try:
-        yield LazyRAG(replace(config, model=str(folder)), engine=engine)
+        yield LazyRAG(config, engine=engine)
     finally:
         engine.close()
 
 
-def asked(rag: LazyRAG, questions: Sequence[Question], chat: bool, name: str, tell: Tell) -> tuple[Reply, ...]:
+def asked(
+    rag: LazyRAG, mode: str, questions: Sequence[Question], chat: bool, name: str, tell: Tell
+) -> tuple[Reply, ...]:
     """The replies to all questions, one after the other."""
     replies: list[Reply] = []
     for question in questions:
-        replies.append(ask(rag, question, chat=chat, max_tokens=MAX_TOKENS))
+        replies.append(ask(rag, question, mode, chat=chat, max_tokens=MAX_TOKENS))
         if len(replies) % EVERY == 0 or len(replies) == len(questions):
             so_far = fmean(reply.logprob for reply in replies)
             tell(f"{name}: {len(replies)} of {len(questions)} questions, {so_far:.3f} nats a token of right answers")

@@ -55,6 +55,12 @@ def passage(seed: int, num_sentences: int = 6) -> str:
     return " ".join(sentences)
 
 
+@pytest.fixture(autouse=True)
+def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that were never calibrated run in mode exact, and these tests are of reuse."""
+    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
+
+
 @pytest.fixture(scope="session")
 def passages() -> list[str]:
     return [passage(seed) for seed in range(12)]

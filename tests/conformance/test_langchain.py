@@ -331,6 +331,8 @@ def test_the_string_models_generation_info_says_what_was_reused(connect: Connect
         "computed_tokens": prompt - tokens,
         "segments": 3,
         "sources": ["hbm"] * 3,
+        "mode": "lazy",
+        "mode_why": "set by LAZYRAG_MODE",
         "citations": [{"chunk_id": id, "kv": "hbm"} for id in ids[2::-1]],
     }
     counts = {"prompt_tokens": prompt, "completion_tokens": 5, "total_tokens": prompt + 5}

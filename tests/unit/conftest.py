@@ -143,6 +143,12 @@ def model_folder(specs: dict[str, dict[str, Any]], tmp_path_factory: pytest.Temp
     return write
 
 
+@pytest.fixture(autouse=True)
+def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that were never calibrated run in mode exact, and these tests are of reuse."""
+    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
+
+
 def segmenter_of(texts: Iterable[str]) -> Segmenter:
     """A segmenter that knows these texts."""
     known = {chunk_id(text): canonical(text) for text in texts}

@@ -41,6 +41,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for variable in [name for name in os.environ if name.startswith("LAZYRAG_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("LAZYRAG_EMBEDDER", "hash")
+    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
     monkeypatch.chdir(tmp_path)
 
 

@@ -63,6 +63,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for variable in [name for name in os.environ if name.startswith("LAZYRAG_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("LAZYRAG_EMBEDDER", "hash")
+    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
     monkeypatch.setattr(LazyRAG, "_shared", {})
     monkeypatch.chdir(tmp_path)
 
@@ -174,7 +175,8 @@ def test_the_same_settings_are_the_same_client(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_a_store_remembers_what_it_was_filled_with(model: Path) -> None:
+def test_a_store_remembers_what_it_was_filled_with(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAZYRAG_MODE")
     shelve(LazyRAG(model=str(model), store="kb", mode="prefix", preamble="Be brief."), A)
     later = LazyRAG(store="kb").config
     assert (later.model, later.mode, later.preamble) == (str(model), "prefix", "Be brief.")
@@ -190,11 +192,14 @@ def test_what_the_user_sets_wins_over_what_the_store_remembers(model: Path) -> N
 
 
 @pytest.mark.usefixtures("started")
-def test_a_setting_that_was_set_to_its_default_is_not_one_that_nobody_set(model: Path) -> None:
+def test_a_setting_that_was_set_to_its_default_is_not_one_that_nobody_set(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both configurations are equal, but only one of them lets the store decide."""
+    monkeypatch.delenv("LAZYRAG_MODE")
     shelve(LazyRAG(model=str(model), store="kb", mode="exact"), A)
     assert LazyRAG.shared(store="kb").config.mode == "exact"
-    assert LazyRAG.shared(store="kb", mode="lazy").config.mode == "lazy"
+    assert LazyRAG.shared(store="kb", mode="auto").config.mode == "auto"
 
 
 def test_a_store_made_later_by_another_client_is_found(connect: Connect, model: Path) -> None:

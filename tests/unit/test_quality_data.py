@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lazyrag.errors import InputError
-from lazyrag.quality.data import Passage, Question, draw, load
+from lazyrag.quality.data import DataSet, Passage, Question, draw, load
 
 
 def write(folder: Path, *rows: object) -> Path:
@@ -23,8 +24,12 @@ def row(number: int, **changed: Any) -> dict[str, Any]:
     return {"id": f"q{number}", "question": f"What is {number}?", "answers": [str(number)], "docs": docs} | changed
 
 
-def ten() -> list[Question]:
-    return [Question(f"q{n}", f"What is {n}?", (str(n),), (Passage("", f"Text {n}."),)) for n in range(10)]
+def of(questions: Iterable[Question], others: Iterable[Passage] = ()) -> DataSet:
+    return DataSet("data", "digest", tuple(questions), tuple(others))
+
+
+def ten() -> DataSet:
+    return of(Question(f"q{n}", f"What is {n}?", (str(n),), (Passage("", f"Text {n}."),)) for n in range(10))
 
 
 def test_questions_come_with_their_passages(tmp_path: Path) -> None:
@@ -102,7 +107,7 @@ def test_what_a_question_gets_depends_on_nothing_but_its_id_and_the_seed() -> No
 
 def test_own_passages_stand_in_the_given_order_or_in_another() -> None:
     passages = tuple(Passage("", f"Own {n}.") for n in range(8))
-    questions = [Question("q", "?", ("a",), passages), *ten()]
+    questions = of([Question("q", "?", ("a",), passages), *ten().questions])
     (given,) = draw(questions, passages=12, limit=1)
     assert [passage for passage in given.passages if passage in passages] == list(passages)
     (shuffled,) = draw(questions, passages=12, order="shuffled", limit=1)
@@ -112,16 +117,22 @@ def test_own_passages_stand_in_the_given_order_or_in_another() -> None:
 
 def test_of_too_many_passages_the_first_are_taken() -> None:
     passages = tuple(Passage("", f"Own {n}.") for n in range(8))
-    (found,) = draw([Question("q", "?", ("a",), passages)], passages=3)
+    (found,) = draw(of([Question("q", "?", ("a",), passages)]), passages=3)
     assert found.passages == passages[:3]
 
 
 def test_examples_are_never_mixed_with_documents() -> None:
     few_shot = [Question(f"e{n}", "?", ("a",), (Passage("", f"Example {n}"),), few_shot=True) for n in range(4)]
-    for question in draw([*ten(), *few_shot], passages=4):
+    for question in draw(of([*ten().questions, *few_shot]), passages=4):
         assert all(passage.text.startswith("Example") == question.few_shot for passage in question.passages)
 
 
 def test_too_few_passages_in_all_are_refused() -> None:
     with pytest.raises(InputError, match="10 passages, which is too few for 11"):
         draw(ten(), passages=11)
+
+
+def test_passages_that_nothing_is_asked_about_are_mixed_in() -> None:
+    others = [Passage("", f"Other {n}.") for n in range(3)]
+    (question,) = draw(of([Question("q", "?", ("a",), (Passage("", "Own."),))], others), passages=4)
+    assert {passage.text for passage in question.passages} == {"Own.", *(passage.text for passage in others)}

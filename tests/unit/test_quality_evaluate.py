@@ -14,10 +14,13 @@ from typer.testing import CliRunner
 from lazyrag import client
 from lazyrag.backend.engine import Cancel, Deliver, Delta, Event, Request
 from lazyrag.backend.fake import FakeEngine
+from lazyrag.calibration import Calibration
 from lazyrag.cli import app
+from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.errors import InputError
 from lazyrag.quality import report
+from lazyrag.quality.calibrate import Bound, calibrate
 from lazyrag.quality.data import Passage, Question, draw, load
 from lazyrag.quality.evaluate import Result, evaluate
 from lazyrag.tune import record
@@ -25,21 +28,26 @@ from lazyrag.types import chunk_id
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 PASSAGE = "Passage {n} says, at some length and in the same words as all of the others, that item {n} is blue."
-LOST = {"exact": 0.0, "lazy": 0.4, "prefix": 0.1}
+LOST = {"exact": 0.0, "lazy": 0.4, "sink": 0.2, "prefix": 0.1}
 """Of the passages' benefit, which is 2 nats a token."""
 
 
+def mode_of(request: Request) -> str:
+    return "prefix" if request.prefix_len else "sink" if request.sink else "lazy" if request.segments else "exact"
+
+
 class Judged(FakeEngine):
-    """Finds answers as likely as its mode makes them, and answers with the mode's name unless it is full attention."""
+    """Finds answers as likely as a request's mode makes them, and says the mode unless it is full attention."""
 
     def __init__(self, config: Config, folder: Path, lost: Mapping[str, float] = LOST) -> None:
-        said = "blue" if config.mode == "exact" else f"blue {config.mode}"
-        super().__init__(folder, mode=config.mode, reply=lambda request: said)
-        self._benefit = 2.0 * (1 - lost[config.mode])
+        super().__init__(
+            folder, mode=config.mode, reply=lambda request: f"blue {mode_of(request)}".removesuffix(" exact")
+        )
+        self._lost = lost
 
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         has_passages = "Passage" in self._tokenizer.decode(request.token_ids)
-        logprob = -5.0 + (self._benefit if has_passages else 0.0)
+        logprob = -5.0 + (2.0 * (1 - self._lost[mode_of(request)]) if has_passages else 0.0)
 
         def judged(event: Event) -> None:
             if isinstance(event, Delta) and event.logprobs:
@@ -83,7 +91,7 @@ def run(folder: Path, questions: list[Question], modes: list[str], **settings: A
 
 
 def test_a_mode_is_measured_between_full_attention_and_no_passages(folder: Path, data: Path) -> None:
-    result = run(folder, draw(load(data).questions, passages=3), ["lazy", "prefix"])
+    result = run(folder, draw(load(data), passages=3), ["lazy", "prefix"])
     none, full, lazy, prefix = result.scores
     assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "prefix"]
     assert result.benefit.value == pytest.approx(2)
@@ -126,16 +134,16 @@ def test_examples_are_reused_in_any_order_as_documents_are(folder: Path) -> None
 
 
 def test_a_run_goes_on_where_another_has_stopped(folder: Path, data: Path, tmp_path: Path) -> None:
-    questions, out, started = draw(load(data).questions, passages=3), tmp_path / "out.json", list[str]()
+    questions, out, started = draw(load(data), passages=3), tmp_path / "out.json", list[str]()
     run(folder, questions, ["lazy"], out=out, started=started)
     result = run(folder, questions, ["lazy", "prefix"], out=out, started=started)
-    assert started == ["exact", "lazy", "prefix"]
+    assert started == ["exact", "lazy", "lazy"], "an engine for full attention, one for the other modes, one to go on"
     assert Result.load(out).values() == result.values()
     assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "prefix"]
 
 
 def test_findings_of_other_questions_or_models_are_not_mixed(folder: Path, data: Path, tmp_path: Path) -> None:
-    questions, out = draw(load(data).questions, passages=3), tmp_path / "out.json"
+    questions, out = draw(load(data), passages=3), tmp_path / "out.json"
     run(folder, questions, ["lazy"], out=out)
     with pytest.raises(InputError, match="another model, or of other questions"):
         run(folder, questions[:3], ["lazy"], out=out)
@@ -147,16 +155,86 @@ def test_findings_of_other_questions_or_models_are_not_mixed(folder: Path, data:
         run(folder, questions, ["lazy"], out=out)
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- the gate
+
+
+def gate(folder: Path, data: Path, lost: Mapping[str, float], **settings: Any) -> tuple[Calibration, Result]:
+    def start(config: Config, model: Path) -> FakeEngine:
+        return Judged(config, model, {"exact": 0.0, **lost})
+
+    questions = draw(load(data), passages=3)
+    preamble = settings.pop("preamble", "")
+    return calibrate(Config(str(folder), preamble=preamble), folder, questions, start=start, **settings)
+
+
+def test_the_cheapest_mode_that_is_good_enough_is_taken(folder: Path, data: Path) -> None:
+    found, result = gate(folder, data, {"lazy": 0.4, "sink": 0.015, "prefix": 0.0}, preamble="Be brief.")
+    assert found.mode == "sink"
+    assert found.why == (
+        "sink loses 1.5% [1.5%, 1.5%] of what the passages add, of which 2.0% are allowed (6 questions, 95% intervals)"
+    )
+    assert [score.mode for score in result.scores] == ["none", "exact", "lazy", "sink"], "a dearer one is not measured"
+
+
+def test_where_no_mode_is_good_enough_exact_is_taken_with_every_reason(folder: Path, data: Path) -> None:
+    found, _ = gate(folder, data, {"lazy": 0.4, "sink": 0.021, "prefix": 0.0}, modes=["lazy", "sink", "prefix"])
+    assert found.mode == "exact"
+    assert "lazy loses 40.0% [40.0%, 40.0%] of what the passages add, more than 2.0%" in found.why
+    assert "sink loses 2.1%" in found.why
+    assert "prefix" not in found.why, "there is no preamble"
+
+
+def test_the_user_says_what_may_be_lost_and_of_what(folder: Path, data: Path) -> None:
+    lost = {"lazy": 0.4, "sink": 0.4}
+    assert gate(folder, data, lost, modes=["lazy"], bound=Bound(most=0.5))[0].mode == "lazy"
+    found, _ = gate(folder, data, lost, modes=["lazy"], bound=Bound("f1", 0.01))
+    assert found.mode == "exact"
+    assert "lazy loses 33.3% [33.3%, 33.3%] of F1, more than 1.0%" in found.why
+
+
+def test_what_cannot_be_measured_passes_no_mode(folder: Path) -> None:
+    """No answer is any likelier with its passages: nothing can be lost, and nothing is known."""
+    useless = [Question(f"q{n}", "?", ("blue",), (Passage("", "Nothing is said here."),)) for n in range(4)]
+    for bound in (Bound(), Bound("f1", 1.0)):
+        found, _ = calibrate(Config(str(folder)), folder, useless, modes=["lazy"], bound=bound, start=Judged)
+        assert found.mode == "exact"
+        assert "no loss can be measured" in found.why
+
+
+def test_a_loss_that_may_lie_below_the_bound_is_not_below_it(folder: Path, data: Path) -> None:
+    """One question in six loses much: the mean is 5%, and its interval goes beyond 10%."""
+
+    class Unsteady(Judged):
+        def submit(self, request: Request, deliver: Deliver) -> Cancel:
+            is_first = "What is item 0" in self._tokenizer.decode(request.token_ids)
+            self._lost = {"exact": 0.0, "lazy": 0.3 if is_first else 0.0}
+            return super().submit(request, deliver)
+
+    questions = draw(load(data), passages=3)
+    found, result = calibrate(
+        Config(str(folder)), folder, questions, modes=["lazy"], bound=Bound(most=0.1), start=Unsteady
+    )
+    lost = result.score("lazy").benefit_lost
+    assert lost is not None
+    assert lost.low < lost.value < 0.1 < lost.high
+    assert found.mode == "exact"
+    assert "more questions might show that it is less" in found.why
+
+
+# ---------------------------------------------------------------- the commands
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     monkeypatch.setattr(client, "start_engine", Judged)
+    monkeypatch.setenv("LAZYRAG_CALIBRATIONS", str(tmp_path / "calibrations"))
+    monkeypatch.setenv("LAZYRAG_EMBEDDER", "hash")
+    monkeypatch.delenv("LAZYRAG_MODE")
     monkeypatch.chdir(tmp_path)
 
     def invoke(*arguments: object) -> Any:
-        return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+        name = () if arguments[0] in ("calibrate", "ingest") else ("eval",)
+        return CliRunner().invoke(app, [*name, *map(str, arguments)])
 
     return invoke
 
@@ -168,7 +246,7 @@ def test_the_command_answers_with_a_table_a_plot_and_json(
     options = ("--model", folder, "--modes", "lazy, prefix", "--docs", 3, "--order", "shuffled", "--limit", 4)
     done = command(data, *options, "--out", "out.json", "--plot", "plot.svg")
     assert done.exit_code == 0, done.output
-    assert "| prefix | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout
+    assert "| prefix | -3.200       | 90.0% [90.0%, 90.0%]" in done.stdout, done.stdout
     assert "data: 4 questions; name data.jsonl, passages 3, order shuffled, seed 0, chat True" in done.stdout
     assert "<svg" in (tmp_path / "plot.svg").read_text()
     found = json.loads((tmp_path / "out.json").read_text())
@@ -216,3 +294,36 @@ def test_what_cannot_be_done_is_said(
     done = command(data, "--model", folder, "--modes", "lazy", "--docs", 2, *arguments)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_what_calibrate_finds_is_what_auto_runs(command: Callable[..., Any], folder: Path, data: Path) -> None:
+    options = ("--model", folder, "--docs", 3, "--modes", "lazy,sink")
+    done = command("calibrate", data, *options, "--bound", 0.25)
+    assert done.exit_code == 0, done.output
+    assert "mode sink: sink loses 20.0%" in done.stdout
+    assert LazyRAG(model=str(folder)).choice.mode == "sink"
+    done = command("calibrate", data, *options, "--json")
+    assert json.loads(done.stdout)["mode"] == "exact"
+    choice = LazyRAG(model=str(folder)).choice
+    assert (choice.mode, choice.why[:29]) == ("exact", "no mode is good enough (6 que")
+
+
+def test_calibrate_makes_questions_of_the_stores_own_documents(
+    command: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("Anna", "Bert", "Cleo"):
+        text = f"Passage of {name}. It was in the year of the long winter that {name}berg was built by the river."
+        (docs / f"{name}.txt").write_text(text)
+    assert command("ingest", docs, "--store", "kb", "--model", folder).exit_code == 0
+    done = command("calibrate", "--store", "kb", "--modes", "lazy", "--bound", 0.5)
+    assert done.exit_code == 0, done.output
+    assert "data: 3 questions; name made from the store's documents, passages 3" in done.stdout
+    assert LazyRAG(store="kb").choice.mode == "lazy"
+    assert not any(name in (tmp_path / "calibrations").iterdir().__next__().read_text() for name in ("Anna", "winter"))
+
+
+def test_calibrate_needs_something_to_ask_about(command: Callable[..., Any], folder: Path) -> None:
+    done = command("calibrate", "--model", folder)
+    assert (done.exit_code, "no documents to make questions from" in done.output) == (2, True)

@@ -1,0 +1,132 @@
+"""The gate: the cheapest mode that is good enough on a model, or none. Nothing passes that was not shown to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from lazyrag.calibration import Calibration, behind
+from lazyrag.client import LazyRAG, start_engine
+from lazyrag.config import Config
+from lazyrag.errors import ConfigError, InputError
+from lazyrag.modes import EXACT, ReuseMode
+from lazyrag.quality import cloze
+from lazyrag.quality.data import DataSet, Passage, Question
+from lazyrag.quality.evaluate import Result, Score, Start, Tell, evaluate
+from lazyrag.quality.scores import CONFIDENCE
+
+Measure: TypeAlias = Literal["likelihood", "f1"]
+DEFAULT_BOUND: Mapping[Measure, float] = {"likelihood": 0.02, "f1": 0.01}
+CANDIDATES = ("lazy", "sink", "prefix", "lazy+first_k=16", "sink+first_k=16", "sink+first_k=32")
+"""From cheap to dear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a mode may lose.
+
+    Attributes:
+        measure: "likelihood": of the right answers; the loss is a share of what the passages add. "f1": of the greedy
+            answers; the loss is full attention's F1 less the mode's.
+        most: the loss, whose whole interval must lie below it.
+    """
+
+    measure: Measure = "likelihood"
+    most: float = DEFAULT_BOUND["likelihood"]
+
+    def holds(self, score: Score) -> bool:
+        """Whether a mode is good enough for sure."""
+        # Passages that are no use show no loss, whatever a mode does to them.
+        if score.benefit_lost is None:
+            return False
+        return (score.benefit_lost if self.measure == "likelihood" else score.f1_lost).high <= self.most
+
+    def finding(self, score: Score) -> str:
+        """What was found for a mode, in words."""
+        if score.benefit_lost is None:
+            return f"{score.mode}: the passages make the right answers no likelier for sure, so no loss can be measured"
+        lost = score.benefit_lost if self.measure == "likelihood" else score.f1_lost
+        loss = f"{lost.value:.1%} [{lost.low:.1%}, {lost.high:.1%}]"
+        of = "of what the passages add" if self.measure == "likelihood" else "of F1"
+        found = f"{score.mode} loses {loss} {of}"
+        if self.holds(score):
+            return f"{found}, of which {self.most:.1%} are allowed"
+        doubt = "" if lost.low > self.most else "; more questions might show that it is less"
+        return f"{found}, more than {self.most:.1%}{doubt}"
+
+
+def calibrate(
+    config: Config,
+    folder: Path,
+    questions: Sequence[Question],
+    *,
+    modes: Sequence[str] = CANDIDATES,
+    bound: Bound | None = None,
+    chat: bool = True,
+    data: Mapping[str, Any] | None = None,
+    out: Path | None = None,
+    tell: Tell = lambda line: None,
+    start: Start = start_engine,
+) -> tuple[Calibration, Result]:
+    """Measure modes, the cheapest first, until one is good enough.
+
+    Args:
+        config: of the engines; see `evaluate`.
+        folder: of the model.
+        questions: what to ask.
+        modes: from cheap to dear. One that computes chunks behind the preamble is passed over if there is none.
+        bound: what may be lost; None: two percent of what the passages add.
+        chat: see `evaluate`.
+        data: see `evaluate`.
+        out: see `evaluate`.
+        tell: is given lines about what happens.
+        start: makes an engine.
+
+    Returns:
+        What is to be used from now on, and all that was measured.
+    """
+    bound = bound or Bound()
+    parsed = [ReuseMode.parse(mode) for mode in modes]
+    wanted = [str(mode) for mode in parsed if config.preamble or mode.kind != "prefix"]
+    findings: list[str] = []
+
+    def is_enough(score: Score) -> bool:
+        findings.append(bound.finding(score))
+        tell(findings[-1])
+        return bound.holds(score)
+
+    result = evaluate(
+        config, folder, questions, wanted, chat=chat, data=data, out=out, tell=tell, start=start, enough=is_enough
+    )
+    good = next((score for score in result.scores if score.mode in wanted and bound.holds(score)), None)
+    on = f"{len(questions)} questions, {CONFIDENCE:.0%} intervals"
+    today = datetime.now(timezone.utc).date().isoformat()
+    if good is None:
+        return Calibration(EXACT, f"no mode is good enough ({on}): {'; '.join(findings)}", measured=today), result
+    return Calibration(good.mode, f"{bound.finding(good)} ({on})", behind(good.mode, config), today), result
+
+
+def questions_of_store(rag: LazyRAG, count: int, seed: int = 0) -> DataSet:
+    """Questions made from the documents of a client's store, of its namespace: see `cloze`.
+
+    Copying a name is easier than answering a question, so what these questions say of a mode is the least that it
+    loses.
+
+    Raises:
+        ConfigError: there is no store.
+        InputError: its documents give no questions.
+    """
+    store = rag.store
+    if store is None:
+        raise ConfigError("There are no documents to make questions from.", fix="Name a store, or a DATA.jsonl.")
+    texts = sorted(text for _, text in store.texts(rag.config.namespace))
+    passages = tuple(Passage("", text) for text in texts)
+    made = tuple(cloze.questions(passages, limit=count, seed=seed))
+    if not made:
+        raise InputError("The documents in the store give no questions.", fix="Name a DATA.jsonl.")
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return DataSet("made from the store's documents", digest, made, passages)

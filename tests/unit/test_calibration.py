@@ -1,0 +1,174 @@
+"""Mode auto runs what was found for this very model, and exact, with a reason, wherever nothing certain is known."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lazyrag import calibration, client
+from lazyrag.backend.fake import FakeEngine
+from lazyrag.calibration import Calibration
+from lazyrag.client import LazyRAG
+from lazyrag.config import Config
+from lazyrag.doctor import Row, examine
+from lazyrag.types import Choice
+
+FOUND = Calibration("sink+first_k=16", "loses 0.4%", measured="2026-11-30")
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LAZYRAG_MODE")
+    monkeypatch.setenv("LAZYRAG_CALIBRATIONS", str(tmp_path / "calibrations"))
+    monkeypatch.setattr(LazyRAG, "_told", set())
+
+
+@pytest.fixture
+def model(model_folder: Callable[..., Path]) -> Path:
+    folder = model_folder("byte-level")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def config(model: Path, **settings: object) -> Config:
+    return Config.load(model=str(model), **settings)
+
+
+def chosen(model: Path, **settings: object) -> Choice:
+    return LazyRAG(config(model, **settings)).choice
+
+
+def test_a_model_that_was_never_calibrated_runs_exact_and_says_so_once(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            rag = LazyRAG(config(model))
+            assert rag.choice == rag.choice
+            assert (rag.choice.mode, rag.choice.why) == ("exact", "this model was never calibrated")
+    (record,) = caplog.records
+    assert f"lazyrag calibrate DATA.jsonl --model {model}" in record.message
+
+
+def test_what_was_found_for_a_model_is_what_runs(model: Path) -> None:
+    calibration.save(FOUND, config(model), model)
+    assert chosen(model) == Choice("sink+first_k=16", "loses 0.4%")
+    assert LazyRAG(config(model)).engine_config.mode == "sink+first_k=16"
+
+
+def test_a_mode_that_is_set_runs_whatever_was_found(model: Path) -> None:
+    calibration.save(FOUND, config(model), model)
+    assert chosen(model, mode="lazy") == Choice("lazy", "set by argument")
+
+
+def test_a_finding_is_of_these_weights_settings_and_nothing_else(model: Path) -> None:
+    calibration.save(FOUND, config(model), model)
+    for other in (
+        config(model, dtype="float32"),
+        config(model, engine_args={"rope_theta": 1}),
+    ):
+        assert LazyRAG(other).choice.mode == "exact"
+    assert chosen(model, max_model_len=100, engine_args={"max_num_seqs": 3}).mode == FOUND.mode
+    (model / "model.safetensors").write_bytes(b"weights, tuned")
+    assert chosen(model).why == "this model was never calibrated"
+
+
+def test_what_chunks_are_computed_behind_belongs_to_the_finding(model: Path) -> None:
+    with_preamble = config(model, preamble="Be brief.")
+    calibration.save(Calibration("prefix", "good", calibration.behind("prefix", with_preamble)), with_preamble, model)
+    assert LazyRAG(with_preamble).choice.mode == "prefix"
+    assert chosen(model).why == "this model was calibrated with another prefix"
+    calibration.save(FOUND, config(model), model)
+    assert chosen(model, preamble="Another one.").mode == FOUND.mode, "chunks behind sinks see no preamble"
+    assert chosen(model, sink="\n\n").why == "this model was calibrated with another sink"
+
+
+def test_a_mode_that_the_block_size_forbids_does_not_run(model: Path) -> None:
+    calibration.save(FOUND, config(model), model)
+    assert chosen(model, block_size=16).mode == FOUND.mode
+    choice = chosen(model, block_size=32)
+    assert (choice.mode, "block_size 32" in choice.why) == ("exact", True)
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"mode": "lazy"}', '{"mode": "lzy", "why": ""}', "\0"])
+def test_a_damaged_finding_is_none_and_says_so(model: Path, damaged: str) -> None:
+    calibration.save(FOUND, config(model), model).write_text(damaged)
+    choice = chosen(model)
+    assert choice.mode == "exact"
+    assert "cannot be read" in choice.why
+    assert "lazyrag calibrate" in choice.fix
+
+
+def test_no_weights_are_read_where_nothing_was_ever_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "model_fingerprint", None)
+    assert chosen(model).mode == "exact"
+
+
+def test_writers_and_readers_at_the_same_time_meet_whole_findings_only(model: Path, tmp_path: Path) -> None:
+    settings = config(model)
+    calibration.save(FOUND, settings, model)
+
+    def write(number: int) -> None:
+        for _ in range(20):
+            calibration.save(Calibration("lazy", f"writer {number}" * 1000), settings, model)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert calibration.load(settings, lambda: model) is not None
+    assert len(list((tmp_path / "calibrations").iterdir())) == 1
+
+
+# ---------------------------------------------------------------- who says it
+
+
+def test_clients_of_one_mode_share_an_engine_whoever_chose_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def start(settings: Config, folder: Path) -> FakeEngine:
+        started.append(settings.mode)
+        return FakeEngine(folder, mode=settings.mode)
+
+    monkeypatch.setattr(client, "start_engine", start)
+    calibration.save(Calibration("lazy", "loses nothing"), config(model), model)
+    try:
+        auto, named = LazyRAG(config(model)), LazyRAG(config(model, mode="lazy"))
+        assert auto.engine is named.engine
+        assert started == ["lazy"]
+    finally:
+        client.close_engines()
+
+
+def test_every_answer_says_which_mode_ran_and_why(model: Path) -> None:
+    calibration.save(Calibration("lazy", "loses nothing"), config(model), model)
+    rag = LazyRAG(config(model), engine=FakeEngine(model, mode="lazy"))
+    (answer,) = rag.generate(["A prompt."])
+    assert answer.mode == Choice("lazy", "loses nothing")
+    (asked,) = rag.generate(["A prompt."], mode="exact")
+    assert asked.mode == Choice("exact", "asked for by the request")
+    assert list(rag.stream("A prompt."))[-1].mode == answer.mode
+
+
+def test_of_an_engine_that_runs_already_its_own_mode_is_said(model: Path) -> None:
+    rag = LazyRAG(config(model), engine=FakeEngine(model, mode="sink"))
+    assert rag.choice == Choice("sink", "the running engine's")
+
+
+def mode_row(settings: Config) -> Row:
+    return next(row for row in examine(settings) if row.name == "mode")
+
+
+def test_doctor_says_which_mode_runs_and_what_to_type(model: Path) -> None:
+    row = mode_row(config(model))
+    assert (row.status, row.found) == ("warn", "exact: this model was never calibrated")
+    assert "lazyrag calibrate" in row.fix
+    calibration.save(FOUND, config(model), model)
+    assert mode_row(config(model)) == Row("mode", "ok", "sink+first_k=16: loses 0.4%")
+    assert "lazyrag eval" in mode_row(config(model, mode="lazy")).found

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from statistics import fmean
 
+from lazyrag.quality.evaluate import FULL, NONE, Result
+
 SHOWN = ("ttft_hot", "ttft_hot_literals", "decode_step")
 
 
@@ -58,3 +60,19 @@ def test_the_readmes_figures_of_tuning_are_those_of_the_answers(root: Path) -> N
         f"there were {len(result['tests']['2wiki_lazyattn_demo_20']['ids'])} (2WikiMultihopQA)",
     ):
         assert figure in readme
+
+
+def test_the_readmes_quality_is_that_of_the_measured_replies(root: Path) -> None:
+    result = Result.load(root / "benchmarks/quality-smollm2.json")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    shown = [score for score in result.scores if score.mode not in (FULL, NONE)]
+    assert shown
+    for score in shown:
+        assert score.benefit_lost is not None
+        kept = [1 - lost for lost in (score.benefit_lost.value, score.benefit_lost.high, score.benefit_lost.low)]
+        cells = (f"{kept[0]:.0%} [{kept[1]:.0%}, {kept[2]:.0%}]", f"{score.recomputed:.0%}", f"{score.f1.value:.1%}")
+        assert f"| {score.mode} | {' | '.join(cells)} |\n" in readme
+    full = next(score for score in result.scores if score.mode == FULL)
+    assert f"| exact | 100% | 100% | {full.f1.value:.1%} |\n" in readme
+    assert f"add {result.benefit.value:.2f} nats a token" in readme
+    assert f"{len(result.arms[FULL].replies)} questions" in readme

@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--store", default="kb")
+    parser.add_argument("--mode", default="lazy")  # unmeasured, for speed; see `lazyrag calibrate`
     settings = vars(parser.parse_args())
 
     store = FaissVectorStore(**settings)

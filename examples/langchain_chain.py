@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--store", default="kb")
+    parser.add_argument("--mode", default="lazy")  # unmeasured, for speed; see `lazyrag calibrate`
     settings = vars(parser.parse_args())
 
     # What the vector store holds are chunks from now on, whose KV is computed once for whatever prompt holds them.

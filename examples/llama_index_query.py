@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--store", default="kb")
+    parser.add_argument("--mode", default="lazy")  # unmeasured, for speed; see `lazyrag calibrate`
     settings = vars(parser.parse_args())
 
     # The model, its tokenizer (for packing prompts) and the embedder become LlamaIndex's defaults.

@@ -43,6 +43,7 @@ def prompts() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--mode", default="lazy")
     rag = LazyRAG(**vars(parser.parse_args()))
     rag.register([PASSAGE])
     for way, prompt in prompts().items():

@@ -13,11 +13,11 @@ from lazyrag.backend.engine import Delta, Sampling
 from lazyrag.backend.remote import RemoteRAG
 from lazyrag.client import LazyRAG
 from lazyrag.errors import ConfigError, InputError
-from lazyrag.modes import ReuseMode
+from lazyrag.modes import AUTO, ReuseMode
 from lazyrag.types import DOCUMENT, Answer, ChunkId, Citation, Reuse
 
 Client: TypeAlias = LazyRAG | RemoteRAG
-Mode: TypeAlias = Annotated[str, AfterValidator(lambda text: str(ReuseMode.parse(text)))]
+Mode: TypeAlias = Annotated[str, AfterValidator(lambda text: text if text == AUTO else str(ReuseMode.parse(text)))]
 
 
 class Connection(BaseModel):

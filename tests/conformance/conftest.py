@@ -55,10 +55,12 @@ def passage(seed: int, num_sentences: int = 6) -> str:
     return " ".join(sentences)
 
 
-@pytest.fixture(autouse=True)
-def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def mode() -> Iterator[None]:
     """Models that were never calibrated run in mode exact, and these tests are of reuse."""
-    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAZYRAG_MODE", "lazy")
+        yield
 
 
 @pytest.fixture(scope="session")

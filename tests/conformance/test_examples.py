@@ -43,6 +43,7 @@ def settings() -> Iterator[None]:
             patch.delenv(variable)
         patch.setenv("LAZYRAG_MODEL", str(MODEL))
         patch.setenv("LAZYRAG_EMBEDDER", "hash")
+        patch.setenv("LAZYRAG_MODE", "lazy")
         patch.setenv("LAZYRAG_KV_DISK", "false")
         patch.setenv("LAZYRAG_KV_CACHE_BYTES", "256MiB")
         patch.setenv("LAZYRAG_MAX_MODEL_LEN", "2048")

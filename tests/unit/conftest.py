@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,12 @@ def model_folder(specs: dict[str, dict[str, Any]], tmp_path_factory: pytest.Temp
     return write
 
 
-@pytest.fixture(autouse=True)
-def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def mode() -> Iterator[None]:
     """Models that were never calibrated run in mode exact, and these tests are of reuse."""
-    monkeypatch.setenv("LAZYRAG_MODE", "lazy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAZYRAG_MODE", "lazy")
+        yield
 
 
 def segmenter_of(texts: Iterable[str]) -> Segmenter:

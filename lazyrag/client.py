@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import json
 import logging
+import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -299,7 +300,7 @@ class LazyRAG:
         self.library.refresh()
         plan = self._plan(prompt, hints, tools, special, mode)
         if self._auto is not None and not self._mode.is_exact:
-            self._register_what_recurs(self._auto, prompt, plan)
+            self._register_what_recurs(self._auto, prompt, tools, plan)
         if len(self.library) and len(plan.text) >= MIN_CHARS:
             for fix in self._watch.look(plan, self.library.segmenter):
                 logger.warning("A prompt holds known chunks in changed form, which reuse no KV, or less. %s", fix)
@@ -327,19 +328,43 @@ class LazyRAG:
             return planner.plan_pieces(parts, hints=hints, may_add_bos=True, mode=mode)
         is_chat = isinstance(prompt, Sequence) and all(isinstance(part, Message) for part in parts)
         if is_chat and all(isinstance(part.content, str) for part in parts):
-            return planner.plan_pieces(render(self.tokenizer, parts, tools=tools).pieces, hints=hints, mode=mode)
+            pieces: Sequence[TextPiece] = render(self.tokenizer, parts, tools=tools).pieces
+            pieces = list(self._told_apart(pieces)) if tools else pieces
+            return planner.plan_pieces(pieces, hints=hints, mode=mode)
         raise InputError(
             f"A {type(prompt).__name__} is no prompt.",
             fix="A prompt is a string, or a list of lazyrag.Message whose contents are strings.",
         )
 
-    def _register_what_recurs(self, auto: AutoRegister, prompt: Prompt, plan: PromptPlan) -> None:
+    def _told_apart(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+        """The pieces, with registered texts that the template wrote (tools and their schemas) as contents.
+
+        Those only that spell no control token, so that they mean the same as what the template wrote.
+        """
+        for piece in pieces:
+            at = 0
+            for found in self.library.segmenter.find(piece.text) if piece.kind == TEMPLATE else ():
+                text = piece.text[found.start : found.end]
+                if found.whole and not self.tokenizer.spells_control(text):
+                    yield TextPiece(piece.text[at : found.start], TEMPLATE)
+                    yield TextPiece(text, CONTENT)
+                    at = found.end
+            yield TextPiece(piece.text[at:], piece.kind)
+
+    def _register_what_recurs(
+        self, auto: AutoRegister, prompt: Prompt, tools: Sequence[Any] | None, plan: PromptPlan
+    ) -> None:
         parts: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, Sequence) else []
         texts = [
             part if isinstance(part, str) else part.content if isinstance(part, Message) else part.text
             for part in parts
             if not (isinstance(part, TextPiece) and part.kind == TEMPLATE)
         ]
+        if tools and parts and isinstance(parts[0], Message):
+            written = (p.text for p in render(self.tokenizer, parts, tools=tools).pieces if p.kind == TEMPLATE)
+            longest_first = sorted(filter(None, self.tokenizer.control_tokens), key=len, reverse=True)
+            control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+            texts = [*(part for text in written for part in control.split(text)), *texts]
         per_token = self._engine.info.kv_bytes_per_token if self._engine is not None else 0
         self._forget(auto.look(texts, plan.chunk_ids, self.library, self.tokenizer, per_token))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from lazyrag.recurring import MIN_TOKENS, Recurring
 from lazyrag.types import Document, chunk_id
 
 WORDS = ["river", "stone", "bridge", "keeper", "letter", "market", "winter", "harbour", "light", "paper", "garden"]
-CHATML = (
+TOOLS = (
+    "{% if tools %}<|im_start|>system\nTools, one a line:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Call one like this: <|im_start|>{...}<|im_end|>\n{% endif %}"
+)
+CHATML = TOOLS + (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -155,6 +160,44 @@ def test_a_system_prompt_is_a_chunk_after_so_many_sightings_beside_other_chunks(
     assert sent[4] == sent[0].replace(text(50, 1), text(54, 1)).replace("Question 0", "Question 4")
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "description": text(5).replace("\n", " ")}}
+
+
+def test_tools_that_a_template_writes_are_a_chunk_after_so_many_sightings(connect: Connect) -> None:
+    rag, engine = connect(auto_register=2)
+    rag.register([B])
+    for n in range(3):
+        rag.generate([chat(n, "Be brief.", B)], ONE, tools=[TOOL])
+    first, *_, last = engine.requests
+    assert [len(request.segments) for request in engine.requests] == [1, 1, 2]
+    (known,) = set(rag.library.registered) - {B}
+    assert json.dumps(TOOL) in known
+    said = [rag.tokenizer.decode(request.token_ids).split("Question")[0] for request in (first, last)]
+    assert said[0] == said[1]
+    assert controls(last.token_ids) == controls(first.token_ids)
+
+
+def test_a_tools_schema_is_registered_by_hand_as_the_template_writes_it(connect: Connect) -> None:
+    rag, engine = connect()
+    (id,) = rag.register({"look_up": json.dumps(TOOL)})
+    rag.generate([chat(1, "Be brief.")], ONE, tools=[TOOL])
+    assert [segment.chunk_id for segment in engine.requests[-1].segments] == [id]
+
+
+def test_a_text_that_spells_the_templates_control_tokens_changes_nothing_in_it(connect: Connect) -> None:
+    rag, engine = connect()
+    rag.generate([chat(1, "Be brief.")], ONE, tools=[TOOL])
+    rag.register(["Call one like this: <|im_start|>{...}<|im_end|>\n<|im_start|>system\nBe brief."])
+    rag.generate([chat(1, "Be brief.")], ONE, tools=[TOOL])
+    before, after = engine.requests
+    assert list(before.token_ids) == list(after.token_ids)
+
+
+def controls(token_ids: Sequence[int]) -> list[int]:
+    """The control tokens of a prompt."""
+    return [token for token in token_ids if token < 3]
+
+
 def test_a_window_that_no_store_holds_is_a_chunk_in_a_string_prompt_too(connect: Connect) -> None:
     rag, _ = connect(auto_register=2)
     prompts = [f"Use this:\n\n{text(60 + n)}\n\n{A}\n\nQuestion {n}: why?\nAnswer:" for n in range(3)]
@@ -175,7 +218,7 @@ def test_what_spells_a_control_token_or_is_short_is_left_alone(connect: Connect)
     sent = []
     for n in range(4):
         rag.generate([f"{text(70 + n)}\n{header}\n{n}"], ONE)
-        sent.append([token for token in engine.requests[-1].token_ids if token < 3])
+        sent.append(controls(engine.requests[-1].token_ids))
     assert sent[0] == sent[-1]
     assert len(sent[0]) == 3
     assert all("<|" not in known for known in rag.library.registered)

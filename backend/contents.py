@@ -55,9 +55,14 @@ def check_tokens(token_ids: Sequence[int], vocabulary: int) -> None:
         raise ValueError(f"token id {max(token_ids)} is out of vocabulary, which has {vocabulary}")
 
 
-def name_of(data: bytes) -> str:
-    """The name of packed tokens: 32 hex digits."""
-    return blake2b(data, digest_size=16, person=b"lazyrag-tokens").hexdigest()
+def name_of(data: bytes, namespace: str = "") -> str:
+    """The name of packed tokens in a namespace: 32 hex digits.
+
+    What one tenant has sent is not known under another's name: else the time that a request takes would tell whether
+    another tenant has the same document.
+    """
+    salt = blake2b(namespace.encode(), digest_size=16).digest() if namespace else b""
+    return blake2b(data, digest_size=16, salt=salt, person=b"lazyrag-tokens").hexdigest()
 
 
 class Contents:
@@ -77,13 +82,13 @@ class Contents:
         self._numbers: dict[int, int] = {}
         """One object for each token id: eight bytes a token, and prompts are put together without making numbers."""
 
-    def add(self, data: bytes) -> tuple[str, list[int]]:
-        """Keep packed tokens; returns their name and the tokens, which must not be changed.
+    def add(self, data: bytes, namespace: str = "") -> tuple[str, list[int]]:
+        """Keep packed tokens of a namespace; returns their name and the tokens, which must not be changed.
 
         Raises:
             ValueError: see `unpack`; or a token that the model does not have.
         """
-        name = name_of(data)
+        name = name_of(data, namespace)
         tokens = self.get(name)
         if tokens is None:
             given = unpack(data)
@@ -120,18 +125,19 @@ class Sender:
         self._sent: OrderedDict[tuple[object, int], tuple[list[int], str]] = OrderedDict()
 
     def names(
-        self, runs: Sequence[tuple[object, Sequence[int]]], *, everything: bool = False
+        self, runs: Sequence[tuple[object, Sequence[int]]], *, namespace: str = "", everything: bool = False
     ) -> tuple[list[str], Mapping[str, bytes]]:
         """Names for the runs of a prompt, and the tokens that must go along.
 
         Args:
             runs: (what identifies the run, such as a chunk's id and offset; its tokens). The same identity with other
                 tokens is another run.
+            namespace: whose they are.
             everything: send all tokens: the engine has said that it lacks some.
         """
         names, contents = [], {}
         for identity, tokens in runs:
-            key, known = (identity, len(tokens)), None
+            key, known = ((namespace, identity), len(tokens)), None
             if key in self._sent:
                 self._sent.move_to_end(key)
                 known = self._sent[key]
@@ -139,7 +145,7 @@ class Sender:
                 names.append(known[1])
                 continue
             data = pack(tokens)
-            name = name_of(data)
+            name = name_of(data, namespace)
             contents[name] = data
             names.append(name)
             if known is None:

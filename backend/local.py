@@ -287,7 +287,7 @@ class LocalEngine:
             identities.insert(0, "preamble")
         runs = list(zip(identities, contents, strict=True))
         try:
-            names, sent = self._sender.names(runs, everything=send_everything)
+            names, sent = self._sender.names(runs, namespace=request.namespace, everything=send_everything)
         except ValueError as error:
             raise RequestError("The tokens of a segment are not valid:", why=f"{error}.") from None
         return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent, request.sink))

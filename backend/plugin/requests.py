@@ -155,7 +155,7 @@ class RequestMaker:
         if not asked.spans and not asked.prefix_len:
             return None
         self._refuse_options(request)
-        literals, contents, names = self._parts(request.prompt_token_ids, asked)
+        literals, contents, names = self._parts(request.prompt_token_ids, asked, request.cache_salt or "")
         layout, token_ids = lay_out_parts(
             literals,
             asked.spans,
@@ -231,20 +231,20 @@ class RequestMaker:
         return [*token_ids, *[self._pad] * (-len(token_ids) % self._block_size)]
 
     def _parts(
-        self, token_ids: Sequence[int], asked: wire.WireRequest
+        self, token_ids: Sequence[int], asked: wire.WireRequest, namespace: str
     ) -> tuple[Sequence[int], Sequence[list[int]], Sequence[str]]:
         """A client's prompt as literals, tokens of each segment's chunk, and their names; a sink's first of all."""
         try:
-            sink = [self._contents.add(pack(asked.sink))] if asked.sink else []
+            sink = [self._contents.add(pack(asked.sink), namespace)] if asked.sink else []
             # All before any is looked up: the names of a request may be more than what is kept.
-            sent = dict(map(self._contents.add, asked.contents.values()))
+            sent = dict(self._contents.add(data, namespace) for data in asked.contents.values())
         except ValueError as error:
             raise InputError("The tokens of a segment are not valid:", why=f"{error}.") from None
         literals: Sequence[int] = token_ids
         if asked.names is None:
             check_spans(asked.spans, asked.prefix_len, len(token_ids))
             literals, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
-            names = [name_of(pack(content)) for content in contents]  # vLLM has checked them
+            names = [name_of(pack(content), namespace) for content in contents]  # vLLM has checked them
         else:
             names = list(asked.names)
             found = {name: sent.get(name) or self._contents.get(name) for name in names}

@@ -305,7 +305,8 @@ class Server:
         k = prompt.first_k
         spans = [Span(start + k, length - k, k, length) for start, length in prompt.spans]
         literals, contents = take_apart(prompt.token_ids, spans, 0)
-        names, sent = self._sender.names(list(zip(prompt.documents, contents, strict=True)))
+        runs = list(zip(prompt.documents, contents, strict=True))
+        names, sent = self._sender.names(runs, namespace=prompt.salt or "")
         return literals, wire.request_to_args(wire.WireRequest(spans, 0, names, sent))
 
 

@@ -381,7 +381,7 @@ class Engine:
             asked = wire.WireRequest(given.spans, len(given.prefix), sink=given.sink)
             if self.num_added % 2 and asked.spans:  # every other request names the tokens of its chunks
                 token_ids, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
-                names, sent = self.sender.names(list(enumerate(contents)))
+                names, sent = self.sender.names(list(enumerate(contents)), namespace=given.salt or "")
                 asked = replace(asked, names=names, contents=sent)
             args = wire.request_to_args(asked)
         params = SamplingParams(

@@ -82,3 +82,16 @@ def test_what_was_sent_long_ago_is_sent_again():
     sender.names([("b", [3, 4])])
     assert sender.names([("b", [3, 4])])[1] == {}
     assert sender.names([("a", [1, 2])])[1]
+
+
+def test_what_one_tenant_has_sent_is_sent_again_for_another():
+    """A request that is shorter, or taken sooner, would tell that another tenant has the same text."""
+    sender, engine, tokens = Sender(), Contents(10), list(range(9))
+    names = []
+    for namespace in ("", "a", "b"):
+        (name,), sent = sender.names([("chunk", tokens)], namespace=namespace)
+        assert engine.get(name) is None
+        assert engine.add(sent[name], namespace) == (name, tokens)
+        assert sender.names([("chunk", tokens)], namespace=namespace) == ([name], {})
+        names.append(name)
+    assert len(set(names)) == 3

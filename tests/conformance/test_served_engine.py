@@ -40,7 +40,12 @@ def test_an_engine_that_dies_is_started_again_and_its_chunks_are_still_there(
     if not (MODEL / "config.json").exists():
         pytest.skip(f"no model in {MODEL}: type make .models/smollm2-135m-fp32/config.json")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LAZYRAG_", "VLLM_"))}
-    environment |= {"LAZYRAG_EMBEDDER": "hash", "LAZYRAG_KV_CACHE_BYTES": "256MiB", "LAZYRAG_MAX_MODEL_LEN": "2048"}
+    environment |= {
+        "LAZYRAG_EMBEDDER": "hash",
+        "LAZYRAG_MODE": "lazy",
+        "LAZYRAG_KV_CACHE_BYTES": "256MiB",
+        "LAZYRAG_MAX_MODEL_LEN": "2048",
+    }
     command = [sys.executable, "-c", "from lazyrag.cli import main; main()", "serve"]
     errors = (tmp_path / "errors").open("w+")
     server = subprocess.Popen(

@@ -29,7 +29,13 @@ PACKAGES = ["numpy", "jinja2", "pydantic", "typer", "rich", "httpx", "tokenizers
 def environment() -> dict[str, str]:
     """As a user has it: nothing that other tests have set for the engines of their own process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LAZYRAG_", "VLLM_"))}
-    return {**kept, "LAZYRAG_EMBEDDER": "hash", "LAZYRAG_MAX_MODEL_LEN": "1024", "LAZYRAG_CHUNK_SIZE": "128"}
+    return {
+        **kept,
+        "LAZYRAG_EMBEDDER": "hash",
+        "LAZYRAG_MODE": "lazy",
+        "LAZYRAG_MAX_MODEL_LEN": "1024",
+        "LAZYRAG_CHUNK_SIZE": "128",
+    }
 
 
 def lazyrag(*arguments: object) -> Any:

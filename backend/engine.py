@@ -16,9 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from lazyrag.errors import RequestTimeoutError
-from lazyrag.types import Choice, ChunkId, Citation, Reuse, Segment
+from lazyrag.types import DISK, HBM, HOST, Choice, ChunkId, Citation, Reuse, Segment
 
 WARMED_AT_ONCE = 16
+TIER_POLICIES = ("cost", "lru")
+"""By what a tier decides whom to give up: seconds saved for the bytes, and how often; or who was used last."""
+
+TIER_COUNTERS = ("chunks", "bytes", "budget", "hits", "misses", "loads", "saves", "evictions", "failures", "skipped")
+"""What a tier holds now and may hold (`budget` 0: there is no such tier, or no limit), and since the start: look-ups of
+chunks that the tiers above it lacked, and how often one was copied out of it, into it, dropped for room, could not be
+read or written, or was found and computed all the same, for that was faster. `bytes` of "hbm" are those in use by
+requests; the rest of the pool may hold chunks, too, and be had for others. What the disk holds is not counted at each
+answer: its `chunks` and `bytes` are 0."""
+PREFETCH_COUNTERS = ("asked", "used", "late", "wasted")
+"""Chunks asked for; of those that were brought up: found in the pool by a request, still under way when a request came,
+gone again before any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,8 @@ class EngineInfo:
 Event: TypeAlias = Delta | Exception
 Deliver: TypeAlias = Callable[[Event], None]
 Cancel: TypeAlias = Callable[[], None]
+Chunks: TypeAlias = Iterable[tuple[ChunkId, Sequence[int]]]
+"""Chunks with their tokens."""
 
 
 class Engine(Protocol):
@@ -134,8 +148,49 @@ class Engine(Protocol):
         """
         ...
 
+    def prefetch(
+        self, chunks: Chunks, *, prefix: Sequence[int] = (), sink: Sequence[int] = (), namespace: str = ""
+    ) -> None:
+        """Begin to bring the KV of chunks nearer, for a request that will probably hold them. Returns at once.
+
+        What is on disk or in host memory is copied up as far as there is room that no request needs; nothing is
+        computed. An engine without tiers, or one that is closed, does nothing.
+
+        Args:
+            chunks: those that the request will hold, in any order.
+            prefix: the preamble that they are computed behind (mode `prefix`).
+            sink: the tokens that they are computed behind (mode `sink`).
+            namespace: see `Request`.
+        """
+        ...
+
+    def pin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """Let no tier but the pool evict the KV of chunks, computed or not yet, until `unpin` or the engine's end.
+
+        Raises:
+            EngineError: the engine is closed, or has died.
+        """
+        ...
+
+    def unpin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """Undo `pin`; chunks that were not pinned are no error. Raises as `pin`."""
+        ...
+
+    def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """Drop the KV of chunks from every tier, whatever it was computed behind; in memory, of their heads, too.
+
+        When this returns no later request finds it. What held it in memory is wiped as soon as no request uses it.
+        Heads on disk may be chunks of their own: that is for the store to know. Raises as `pin`.
+        """
+        ...
+
     def stats(self) -> dict[str, Any]:
-        """Counters since start: requests, prompt_tokens, reused_tokens, chunks computed, loaded, saved, KV blocks."""
+        """Counters since start.
+
+        requests, prompt_tokens, reused_tokens; segments by the source of their KV (`lazyrag.types`);
+        tiers: for each of "hbm", "host", "disk": `TIER_COUNTERS`, as of the last request that was answered;
+        prefetch: `PREFETCH_COUNTERS`, in chunks.
+        """
         ...
 
     def close(self) -> None:
@@ -279,6 +334,50 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         citations=last.citations,
         mode=last.mode,
     )
+
+
+def no_tier_counters() -> dict[str, dict[str, int]]:
+    """`Engine.stats()["tiers"]` of an engine that has not said anything yet."""
+    return {tier: dict.fromkeys(TIER_COUNTERS, 0) for tier in (HBM, HOST, DISK)}
+
+
+def no_prefetch_counters() -> dict[str, int]:
+    """The same of `Engine.stats()["prefetch"]`."""
+    return dict.fromkeys(PREFETCH_COUNTERS, 0)
+
+
+def prefetch_requests(
+    chunks: Chunks, prefix: Sequence[int], sink: Sequence[int], namespace: str, info: EngineInfo
+) -> list[Request]:
+    """Requests that name these chunks, as few as the model's context allows; a chunk that is too long is left out."""
+    size = info.block_size
+    limit = info.max_model_len - 2 - _padded(len(prefix), size) - _padded(len(sink), size)
+    groups: list[list[tuple[ChunkId, Sequence[int]]]] = [[]]
+    left = limit
+    for chunk_id, ids in {tuple(ids): (chunk_id, ids) for chunk_id, ids in chunks}.values():
+        length = _padded(len(ids), size)
+        if not 0 < length <= limit:
+            continue
+        if length > left:
+            groups.append([])
+            left = limit
+        groups[-1].append((chunk_id, ids))
+        left -= length
+    requests = []
+    for group in filter(None, groups):
+        token_ids, segments = list(prefix), []
+        for chunk_id, ids in group:
+            segments.append(Segment(chunk_id, len(token_ids), len(ids)))
+            token_ids += ids
+        one = Sampling(max_tokens=1)
+        requests.append(
+            Request([*token_ids, 0], segments, prefix_len=len(prefix), sampling=one, namespace=namespace, sink=sink)
+        )
+    return requests
+
+
+def _padded(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size) * block_size
 
 
 def warm(

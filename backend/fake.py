@@ -12,20 +12,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request
+from lazyrag.backend.engine import (
+    Cancel,
+    Chunks,
+    Deliver,
+    Delta,
+    EngineInfo,
+    Request,
+    no_prefetch_counters,
+    no_tier_counters,
+    prefetch_requests,
+)
 from lazyrag.backend.layout import Span, lay_out
 from lazyrag.backend.local import check_length
 from lazyrag.errors import EngineDeadError, EngineError, InputError, RequestError
 from lazyrag.modes import ReuseMode
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import COMPUTED, DISK, HBM, Reuse, Segment
+from lazyrag.types import COMPUTED, DISK, HBM, HOST, Reuse, Segment
 
 BlockKey: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Namespace, preamble or sink, and the chunk's tokens up to the block's end."""
@@ -63,6 +74,8 @@ class FakeEngine:
 
     Attributes:
         requests: every request that was submitted, oldest first.
+        prefetched: requests that name the chunks that were to be prefetched, oldest first.
+        pinned: (namespace, tokens) of each pinned chunk.
     """
 
     def __init__(
@@ -89,6 +102,8 @@ class FakeEngine:
         )
         self._reply, self._error, self._delay_s = reply, error, delay_s
         self.requests: list[Request] = []
+        self.prefetched: list[Request] = []
+        self.pinned: set[tuple[str, tuple[int, ...]]] = set()
         self._resident: set[BlockKey] = set()
         self._counters: Counter[str] = Counter()
         self._running: list[_Running] = []
@@ -123,10 +138,49 @@ class FakeEngine:
         return running.cancelled.set
 
     def stats(self) -> dict[str, Any]:
-        """Sums over the finished requests: requests, prompt_tokens, reused_tokens, and segments by source."""
-        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, COMPUTED)
+        """See `lazyrag.backend.engine.Engine.stats`; `chunks` counts blocks, and nothing has a size."""
+        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, HOST, DISK, COMPUTED)
         with self._changed:
-            return {key: self._counters[key] for key in keys}
+            counters = {key: self._counters[key] for key in keys}
+            tiers, prefetches = no_tier_counters(), no_prefetch_counters()
+            tiers[HBM]["chunks"] = len(self._resident)
+            prefetches["asked"] = self._counters["asked"]
+        return {**counters, "tiers": tiers, "prefetch": prefetches}
+
+    def prefetch(
+        self, chunks: Chunks, *, prefix: Sequence[int] = (), sink: Sequence[int] = (), namespace: str = ""
+    ) -> None:
+        """Count what is asked for; there is no tier to bring it from."""
+        with self._changed:
+            self.prefetched += prefetch_requests(chunks, prefix, sink, namespace, self._info)
+            self._counters["asked"] = sum(len(request.segments) for request in self.prefetched)
+
+    def pin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.pin`."""
+        with self._alive():
+            self.pinned |= {(namespace, tuple(ids)) for _, ids in chunks}
+
+    def unpin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.unpin`."""
+        with self._alive():
+            self.pinned -= {(namespace, tuple(ids)) for _, ids in chunks}
+
+    def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.forget`."""
+        with self._alive():
+            for _, ids in chunks:
+                chunk = tuple(ids)
+                gone = {
+                    key for key in self._resident if key[0] == namespace and key[2] and chunk[: len(key[2])] == key[2]
+                }
+                self._resident -= gone
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        with self._changed:
+            if self._closed:
+                raise EngineDeadError("The engine is closed.")
+            yield
 
     def close(self) -> None:
         """Stop; requests in flight get `EngineDeadError`. Idempotent."""

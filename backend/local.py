@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager
 from json import JSONDecodeError
 from multiprocessing import spawn
@@ -25,12 +26,24 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lazyrag import errors
-from lazyrag.backend import wire
+from lazyrag.backend import control, wire
 from lazyrag.backend.contents import Sender
-from lazyrag.backend.engine import Cancel, Deliver, Delta, EngineInfo, Request, Sampling
+from lazyrag.backend.engine import (
+    Cancel,
+    Chunks,
+    Deliver,
+    Delta,
+    EngineInfo,
+    Request,
+    Sampling,
+    no_prefetch_counters,
+    no_tier_counters,
+    prefetch_requests,
+)
 from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.backend.layout import Span, check_spans, take_apart
 from lazyrag.backend.tiers.disk import DiskTier
+from lazyrag.backend.tiers.policy import POLICIES
 from lazyrag.errors import (
     ConfigError,
     ContextOverflowError,
@@ -40,14 +53,17 @@ from lazyrag.errors import (
     RequestError,
 )
 from lazyrag.modes import ReuseMode, default_block_size
-from lazyrag.types import COMPUTED, DISK, HBM, Reuse
+from lazyrag.types import COMPUTED, DISK, HBM, HOST, Reuse
 
 SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
 THREAD = "lazyrag-engine"
 PLUGIN = "lazyrag.backend.plugin"
+REUSED = (HBM, HOST, DISK)
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -63,6 +79,8 @@ class LocalEngine:
         kv_cache_bytes: size of the KV pool; None for vLLM's choice on a GPU, 1 GiB on a CPU.
         kv_root: folder for the KV of chunks; None keeps it in the pool only.
         kv_disk_bytes: limit for `kv_root`; None for no limit.
+        kv_host_bytes: host memory for the KV of chunks, beside the pool; None or 0 for none. Pinned on a GPU's host.
+        tier_policy: which chunks host memory gives up: a name of `lazyrag.backend.tiers.policy.POLICIES`.
         debug: check the scheduler's invariants after every step.
         engine_args: further arguments of vLLM's AsyncEngineArgs; they win.
 
@@ -84,6 +102,8 @@ class LocalEngine:
         kv_cache_bytes: int | None = None,
         kv_root: Path | None = None,
         kv_disk_bytes: int | None = None,
+        kv_host_bytes: int | None = None,
+        tier_policy: str = "cost",
         debug: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -102,14 +122,17 @@ class LocalEngine:
         arguments |= device_arguments(arguments, reuse_mode)
         if not reuse_mode.is_exact:
             arguments |= plugin_arguments(debug)
-            if kv_root is not None:
-                arguments["kv_transfer_config"] = connector_arguments(kv_root, kv_disk_bytes)
+            if kv_root is not None or kv_host_bytes:
+                arguments["kv_transfer_config"] = connector_arguments(
+                    kv_root, kv_disk_bytes, host_bytes=kv_host_bytes, policy=tier_policy
+                )
         arguments |= with_own_config(engine_args or {}, arguments)
         self._mode = reuse_mode
         self._engine_args = dict(engine_args or {})
         self._counters: Counter[str] = Counter()
         self._ids = itertools.count()
         self._sender = Sender()
+        self._tiers, self._prefetches = no_tier_counters(), no_prefetch_counters()
         self._closed = False
         # A request is either handed to the loop before `close` looks for what is in flight, or refused.
         self._closing = threading.Lock()
@@ -158,7 +181,8 @@ class LocalEngine:
         if config.kv_transfer_config is not None:
             extra = config.kv_transfer_config.kv_connector_extra_config
             extra["fingerprint"] = fingerprint
-            DiskTier(extra["root"], fingerprint, extra["budget_bytes"])  # a folder that cannot be is an error here
+            if extra["root"] is not None:
+                DiskTier(extra["root"], fingerprint, extra["budget_bytes"])  # a folder that cannot be is an error here
         self._llm = AsyncLLM.from_vllm_config(config)
         layers = model.get_num_layers(config.parallel_config)
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()
@@ -252,9 +276,7 @@ class LocalEngine:
 
     async def _attempt(self, request: Request, deliver: Deliver, started: float, *, send_everything: bool) -> None:
         token_ids, extra = self._in_parts(request, send_everything=send_everything)
-        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        if request.namespace:
-            prompt["cache_salt"] = request.namespace
+        prompt = as_prompt(token_ids, request.namespace)
         params = sampling_params(request, extra)
         ttft = None
         request_id = f"lazyrag-request-{next(self._ids)}"
@@ -270,6 +292,7 @@ class LocalEngine:
                     raise error
                 if completion.finish_reason == "error":
                     raise RequestError("The request failed inside vLLM.", why="Its log says more.")
+                self._note_tiers(output.kv_transfer_params)
                 report = wire.report_from_params(output.kv_transfer_params)
                 reuse = reuse_of(request, report, output.num_cached_tokens or 0)
                 self._count(reuse)
@@ -298,9 +321,91 @@ class LocalEngine:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Sums over the finished requests: requests, prompt_tokens, reused_tokens, and segments by source."""
-        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, DISK, COMPUTED)
-        return {key: self._counters[key] for key in keys}
+        """See `lazyrag.backend.engine.Engine.stats`."""
+        keys = ("requests", "prompt_tokens", "reused_tokens", HBM, HOST, DISK, COMPUTED)
+        return {
+            **{key: self._counters[key] for key in keys},
+            "tiers": {name: dict(counters) for name, counters in self._tiers.items()},
+            "prefetch": dict(self._prefetches),
+        }
+
+    def _note_tiers(self, params: Mapping[str, Any] | None) -> None:
+        report = (params or {}).get(wire.REPORT) or {}
+        self._tiers = report.get(control.TIERS, self._tiers)
+        self._prefetches = report.get(control.PREFETCHED, self._prefetches)
+
+    # ------------------------------------------------------------ tiers
+
+    def prefetch(
+        self, chunks: Chunks, *, prefix: Sequence[int] = (), sink: Sequence[int] = (), namespace: str = ""
+    ) -> None:
+        """See `lazyrag.backend.engine.Engine.prefetch`."""
+        if self._mode.is_exact:
+            return
+        requests = prefetch_requests(chunks, prefix, sink, namespace, self._info)
+        with self._closing:
+            if not self._closed:
+                for request in requests:
+                    asyncio.run_coroutine_threadsafe(self._prefetch(request), self._loop)
+
+    async def _prefetch(self, request: Request) -> None:
+        try:
+            await self._operate(control.PREFETCH, (), request)
+        except Exception as error:  # it was a favour: the request itself will say what is wrong
+            logger.debug("Chunks were not prefetched: %s", request_error(error))
+
+    def pin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.pin`."""
+        self._have_done(control.PIN, chunks, namespace)
+
+    def unpin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.unpin`."""
+        self._have_done(control.UNPIN, chunks, namespace)
+
+    def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.forget`."""
+        self._have_done(control.FORGET, chunks, namespace)
+
+    def _have_done(self, operation: str, chunks: Chunks, namespace: str) -> None:
+        """Wait for an operation."""
+        tokens = [ids for _, ids in chunks]
+        if self._mode.is_exact or not tokens:
+            return
+        with self._closing:
+            if self._closed:
+                raise EngineDeadError("The engine is closed.")
+            done = asyncio.run_coroutine_threadsafe(
+                self._operate(operation, tokens, Request([0], namespace=namespace)), self._loop
+            )
+        try:
+            done.result()
+        except CancelledError:
+            raise EngineDeadError("The engine was closed while chunks were asked for.") from None
+        except Exception as error:
+            raise request_error(error) from error
+
+    async def _operate(self, operation: str, chunks: Sequence[Sequence[int]], request: Request) -> None:
+        """Send an operation of `control` and wait for its answer.
+
+        Args:
+            operation: which.
+            chunks: on these, or on the request's own.
+            request: carries it.
+        """
+        for send_everything in (False, True):
+            token_ids, extra = self._in_parts(request, send_everything=send_everything)
+            params = sampling_params(request, {**extra, **control.control_to_args(operation, chunks)})
+            request_id = f"lazyrag-request-{next(self._ids)}"
+            prompt = as_prompt(token_ids, request.namespace)
+            error = None
+            async with aclosing(self._llm.generate(prompt, params, request_id=request_id)) as outputs:
+                async for output in outputs:
+                    error = wire.error_from_params(output.kv_transfer_params)
+                    self._note_tiers(output.kv_transfer_params)
+            if error is None:
+                return
+            if send_everything or not isinstance(error, errors.UnknownContentError):
+                raise error
 
 
 # ---------------------------------------------------------------- arguments
@@ -365,13 +470,28 @@ def with_own_config(engine_args: Mapping[str, Any], arguments: Mapping[str, Any]
     return {**engine_args, "additional_config": merged}
 
 
-def connector_arguments(root: Path, budget_bytes: int | None) -> dict[str, Any]:
-    """The engine's `kv_transfer_config` for chunk KV on disk; the fingerprint is added when the model is resolved."""
+def connector_arguments(
+    root: Path | None, budget_bytes: int | None = None, *, host_bytes: int | None = None, policy: str = "cost"
+) -> dict[str, Any]:
+    """The engine's `kv_transfer_config` for chunk KV outside the pool; the fingerprint is added later.
+
+    Args:
+        root: folder on disk; None for none.
+        budget_bytes: limit for it.
+        host_bytes: host memory.
+        policy: which chunks that gives up.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"There is no tier policy {policy!r}.", fix=f"Known: {', '.join(POLICIES)}.")
+    extra = {"root": None if root is None else str(root), "budget_bytes": budget_bytes}
     return {
         "kv_connector": "LazyRAGConnector",
         "kv_connector_module_path": "lazyrag.backend.tiers.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"root": str(root), "budget_bytes": budget_bytes},
+        "kv_connector_extra_config": {**extra, "host_bytes": host_bytes, "policy": policy},
     }
 
 
@@ -444,6 +564,12 @@ def check_length(request: Request, max_model_len: int) -> None:
         )
 
 
+def as_prompt(token_ids: Sequence[int], namespace: str) -> dict[str, Any]:
+    """Tokens as a prompt of vLLM's."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
+    return prompt | {"cache_salt": namespace} if namespace else prompt
+
+
 def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
     """A request's settings as vLLM's SamplingParams, with these `extra_args`."""
     from vllm import SamplingParams
@@ -508,8 +634,8 @@ def reuse_of(request: Request, report: wire.WireReport | None, num_cached_tokens
     if report is None:
         return Reuse(len(request.token_ids), num_cached_tokens)
     sources = tuple(report["sources"])
-    reused = sum(s.num_tokens for s, source in zip(request.segments, sources, strict=True) if source in (HBM, DISK))
-    reused += request.prefix_len if report["preamble"] in (HBM, DISK) else 0
+    reused = sum(s.num_tokens for s, source in zip(request.segments, sources, strict=True) if source in REUSED)
+    reused += request.prefix_len if report["preamble"] in REUSED else 0
     return Reuse(len(request.token_ids), reused + report["cached_suffix_tokens"], sources)
 
 

@@ -19,8 +19,8 @@ Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a cli
                      loaded; it is saved in any case
 
 Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
-    {"lazyrag": {"sources": ["hbm" | "disk" | "computed", ...], "preamble": one of the same or "",
-                 "cached_suffix_tokens": int, "children_computed": int, "children_loaded": int}}
+    {"lazyrag": {"sources": ["hbm" | "host" | "disk" | "computed", ...], "preamble": one of the same or "",
+                 "cached_suffix_tokens": int, "children_computed": int, "children_loaded": int}}  (and see control.py)
     `sources` has one entry for each span; `preamble` is the shared preamble's or the sink's, empty if there is none. A
     chunk that requests in flight share was loaded or computed for the one that asked first, and so are children
     counted: the sum over requests is their number. To the others it is "hbm", as it is to those that come later.

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from lazyrag.anchors import AnchorIndex
 from lazyrag.backend.hashing import NAME_DIGITS, chunk_name, head_names
@@ -29,6 +29,8 @@ from lazyrag.tokens import Tokenizer
 from lazyrag.types import ChunkId
 
 T = TypeVar("T")
+
+Forget: TypeAlias = Callable[[Iterable[Sequence[int]], str], None]
 
 KV, VECTORS, ANCHORS = "kv", "vectors", "anchors"
 UNUSED, OTHER_MODEL, LEFTOVER, CACHE = "unused KV", "another model's KV", "leftover", "cache of nothing"
@@ -78,8 +80,8 @@ class Flaw:
 # ---------------------------------------------------------------- KV of chunks that went
 
 
-def delete(store: Store, ids: Iterable[str], namespace: str = "") -> Deleted:
-    """Delete documents, the chunks that only they held, and the KV files of these. Unknown ids change nothing.
+def delete(store: Store, ids: Iterable[str], namespace: str = "", forget: Forget | None = None) -> Deleted:
+    """Delete documents, the chunks that only they held, and the KV of these. Unknown ids change nothing.
 
     Raises:
         StoreError: see `remove_doomed_kv`; the documents are deleted then.
@@ -89,15 +91,19 @@ def delete(store: Store, ids: Iterable[str], namespace: str = "") -> Deleted:
     for id in dict.fromkeys(ids):
         chunks += len(store.delete_document(id, namespace).removed)
         documents += id in known
-    return Deleted(documents, chunks, remove_doomed_kv(store))
+    return Deleted(documents, chunks, remove_doomed_kv(store, forget))
 
 
-def remove_doomed_kv(store: Store) -> int:
+def remove_doomed_kv(store: Store, forget: Forget | None = None) -> int:
     """Remove the KV files of chunks that went, of all models and preambles; the number of files.
 
-    What is resident in a running engine is not touched: no plan names a chunk that its namespace's store does not hold,
-    so nobody can ask for it, and the engine gives its blocks to others. A request that was planned before the chunk
-    went may still save its KV afterwards; `find_waste` finds that file.
+    What engines hold in memory goes with `forget`. Other processes' engines are not reached: no plan names a chunk that
+    its namespace's store does not hold, so nobody can ask for it, and they give its room to others. A request that was
+    planned before the chunk went may still save its KV afterwards; `find_waste` finds that file.
+
+    Args:
+        store: whose chunks went.
+        forget: has an engine forget chunks, given by their tokens and namespace.
 
     Raises:
         StoreError: a file cannot be removed. The next call tries again.
@@ -117,6 +123,9 @@ def remove_doomed_kv(store: Store) -> int:
                 why="The chunks are deleted, and nothing reads their KV any more.",
                 fix=f"Mend that and type: lazyrag gc --store {store.directory}",
             ) from error
+        if forget is not None:
+            for namespace, chunks in by_namespace.items():
+                forget(chunks, namespace)
         store.bury(number for number, _, _ in doomed)
         count += len(paths)
     return count

@@ -547,14 +547,14 @@ def serve(
     from lazyrag.backend.server.auth import Keys
     from lazyrag.backend.server.service import Limits
     from lazyrag.backend.server.supervisor import SupervisedEngine
-    from lazyrag.client import LazyRAG, start_engine
+    from lazyrag.client import LazyRAG, start_engine, with_pins
 
     keys = Keys.load(api_keys) if api_keys is not None else Keys()
     embedded = LazyRAG(config)
     config, folder = embedded.engine_config, embedded.model
     with bound(host, port, keys) as listener:
         say("Starting the engine ...")
-        engine = SupervisedEngine(lambda: start_engine(config, folder))
+        engine = SupervisedEngine(lambda: with_pins(start_engine(config, folder), config))
         try:
             rag = LazyRAG(embedded.config, engine=engine)
             limits = Limits(body_bytes=max_body << 20, places=max_prompts)

@@ -26,7 +26,7 @@ from lazyrag.calibration import choose
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.config import Config
 from lazyrag.deviation import PASSAGE, Deviations, Scores
-from lazyrag.errors import ConfigError, InputError, RequestError, StoreError
+from lazyrag.errors import ConfigError, EngineDeadError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
 from lazyrag.modes import ReuseMode, default_block_size
@@ -268,7 +268,7 @@ class LazyRAG:
             from lazyrag import care
 
             store.doom(gone, self.config.namespace)
-            care.remove_doomed_kv(store)
+            care.remove_doomed_kv(store, self._forget_kv)
 
     def plan(
         self,
@@ -709,10 +709,10 @@ class LazyRAG:
             plan.store.remember(kv=fingerprint, kv_of=self._kv_identity())
 
     def delete(self, ids: Iterable[str]) -> Deleted:
-        """Delete documents by id, the chunks that only they held, and the KV of these on disk, of whatever model.
+        """Delete documents by id, the chunks that only they held, and the KV of these in every tier, of whatever model.
 
-        From now on no prompt of this namespace can ask for these chunks. KV that is resident in a running engine is not
-        wiped: it stays, out of reach, until the engine gives its blocks to others.
+        Every tier of this process's engine, that is, and the store's folder. Another process's engine may hold some in
+        its memory until it needs the room; no prompt of this namespace can ask for it.
 
         Raises:
             InputError: one id where a list is meant.
@@ -721,7 +721,14 @@ class LazyRAG:
         """
         from lazyrag import care
 
-        return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace)
+        return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace, self._forget_kv)
+
+    def _forget_kv(self, chunks: Iterable[Sequence[int]], namespace: str) -> None:
+        """Have the engine, if it runs, forget chunks that are gone. A dead one has forgotten everything."""
+        engine = self._running_engine()
+        if engine is not None:
+            with suppress(EngineDeadError):
+                engine.forget([("", tokens) for tokens in chunks], namespace=namespace)
 
     def pin(self, ids: Iterable[str], *, pinned: bool = True) -> int:
         """Have the KV of documents' chunks, those of later versions included, stay in every tier; survives restarts.
@@ -737,7 +744,16 @@ class LazyRAG:
             InputError: one id where a list is meant.
             ConfigError: there is no store.
         """
-        return self._needed_store().pin(_texts(ids, "ids"), self.config.namespace, pinned=pinned)
+        store, namespace = self._needed_store(), self.config.namespace
+        before = dict(store.pinned(namespace))
+        count = store.pin(_texts(ids, "ids"), namespace, pinned=pinned)
+        engine = self._running_engine()
+        if engine is not None and count:
+            after = dict(store.pinned(namespace))
+            with suppress(EngineDeadError):
+                engine.pin([(id, after[id]) for id in after.keys() - before.keys()], namespace=namespace)
+                engine.unpin([(id, before[id]) for id in before.keys() - after.keys()], namespace=namespace)
+        return count
 
     def rebuild_kv(
         self, *, everything: bool = False, batch: int = engines.WARMED_AT_ONCE
@@ -853,10 +869,36 @@ class LazyRAG:
     def search(self, query: str, k: int = 4) -> list[Hit]:
         """The k stored chunks nearest to a query, each with the place it came from.
 
+        An engine that runs begins to bring their KV nearer: a prompt that holds them will probably follow.
+
         Raises:
             ConfigError: no store is configured, or it was embedded with another model.
         """
-        return self._search().search(query, k, namespace=self.config.namespace)
+        hits = self._search().search(query, k, namespace=self.config.namespace)
+        self.prefetch(hit.chunk.id for hit in hits)
+        return hits
+
+    def prefetch(self, ids: Iterable[ChunkId]) -> None:
+        """Have the engine bring the KV of chunks nearer, before the prompt is built that holds them. Returns at once.
+
+        Starts no engine, and computes nothing; ids of chunks that are not known, or not reusable, are left out.
+        """
+        engine = self._running_engine()
+        if engine is not None and engine.info.mode != "exact":
+            chunks = [(id, tokens) for id in dict.fromkeys(ids) if (tokens := self.library.tokens(id))]
+            chunks = [(id, tokens) for id, tokens in chunks if len(tokens) >= self.config.min_tokens]
+            if chunks:
+                with suppress(ConfigError):  # no preamble can be had: the prompt itself will say so
+                    prefix, sink = self._prefix(), self._sink()
+                    engine.prefetch(chunks, prefix=prefix, sink=sink, namespace=self.config.namespace)
+
+    def _running_engine(self) -> Engine | None:
+        """The engine, if it has been started, by whichever client."""
+        if self._engine is not None:
+            return self._engine
+        with suppress(ConfigError):  # without a model nothing can be running
+            return _engines.get(_engine_key(self.config, self.model))
+        return None
 
     async def asearch(self, query: str, k: int = 4) -> list[Hit]:
         """As `search`, without blocking the caller's event loop."""
@@ -1147,14 +1189,18 @@ _engines_lock = threading.Lock()
 
 def shared_engine(config: Config, model: Path) -> Engine:
     """The process's engine for these settings; started if there is none. Closed when the process ends."""
-    key = replace(config, model=str(model)).engine_key()
+    key = _engine_key(config, model)
     with _engines_lock:
         if key not in _engines:
-            _engines[key] = start_engine(config, model)
+            _engines[key] = with_pins(start_engine(config, model), config)
             # Now, not when this module is imported: at exit the last one goes first, and vLLM, which the start has
             # imported, would end the engine's process while it is in use.
             atexit.register(close_engines)
         return _engines[key]
+
+
+def _engine_key(config: Config, model: Path) -> tuple[Any, ...]:
+    return replace(config, model=str(model)).engine_key()
 
 
 def start_engine(config: Config, model: Path) -> Engine:
@@ -1170,8 +1216,21 @@ def start_engine(config: Config, model: Path) -> Engine:
         kv_cache_bytes=config.kv_cache_bytes,
         kv_root=config.kv_dir,
         kv_disk_bytes=config.kv_disk_bytes,
+        kv_host_bytes=config.kv_host_bytes,
+        tier_policy=config.tier_policy,
         engine_args=config.engine_args,
     )
+
+
+def with_pins(engine: Engine, config: Config) -> Engine:
+    """An engine that has just been started, told of the chunks of pinned documents."""
+    from lazyrag.retrievers.store import FILE_NAME, Store
+
+    if config.store is not None and (config.store / FILE_NAME).is_file():
+        with Store.open(config.store) as store:
+            for namespace in store.namespaces():
+                engine.pin(store.pinned(namespace), namespace=namespace)
+    return engine
 
 
 def close_engines() -> None:

@@ -19,6 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lazyrag.backend.engine import TIER_POLICIES
 from lazyrag.errors import ConfigError
 from lazyrag.modes import AUTO, MODES_HELP, ReuseMode
 from lazyrag.types import Quota
@@ -85,6 +86,8 @@ class Config:
     kv_cache_bytes: Bytes | None = _setting(None, "Memory for KV; unset: as the engine chooses.")
     kv_disk: bool = _setting(True, "Keep the chunks' KV on disk, in <store>/kv.")
     kv_disk_bytes: Bytes | None = _setting(None, "Disk space for KV, the oldest dropped first; unset: no limit.")
+    kv_host_bytes: Bytes | None = _setting(None, "Host memory for the chunks' KV, between pool and disk; unset: none.")
+    tier_policy: str = _setting("cost", f"Whose KV host memory gives up first: {', '.join(TIER_POLICIES)}.")
     min_tokens: int = _setting(16, "A chunk of fewer tokens is computed in place.")
     chunk_size: int = _setting(256, "Tokens in a chunk, at most.")
     chunk_overlap: int = _setting(0, "Tokens that neighbouring chunks share; computed and kept twice.")
@@ -182,12 +185,15 @@ class Config:
             self.kv_cache_bytes,
             self.kv_dir,
             self.kv_disk_bytes,
+            self.kv_host_bytes,
+            self.tier_policy,
             json.dumps(self.engine_args, sort_keys=True, default=repr),
         )
 
     def _check_words(self) -> None:
-        if self.log_level not in LOG_LEVELS:
-            raise self._cannot_be("log_level", f"it must be one of {', '.join(LOG_LEVELS)}.")
+        for name, known in (("log_level", LOG_LEVELS), ("tier_policy", TIER_POLICIES)):
+            if getattr(self, name) not in known:
+                raise self._cannot_be(name, f"it must be one of {', '.join(known)}.")
         if self.mode != AUTO:
             try:
                 mode = ReuseMode.parse(self.mode)
@@ -233,7 +239,8 @@ class Config:
 
 _AT_MOST = {
     **dict.fromkeys(("max_model_len", "block_size", "min_tokens", "chunk_size", "max_tokens"), 1 << 24),
-    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes", "quota_kv_bytes", "auto_register_bytes"), 1 << 60),
+    **dict.fromkeys(("kv_cache_bytes", "kv_disk_bytes", "kv_host_bytes"), 1 << 60),
+    **dict.fromkeys(("quota_kv_bytes", "auto_register_bytes"), 1 << 60),
     **dict.fromkeys(("quota_documents", "quota_chunks"), 1 << 40),
 }
 """Numbers of 1 or more, and what nobody can mean any more: beyond it, other libraries' integers overflow."""

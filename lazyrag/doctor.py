@@ -283,6 +283,26 @@ def _disk(config: Config) -> Iterator[Row]:
         yield Row("disk", "ok", found)
 
 
+def _tiers(config: Config) -> Iterator[Row]:
+    """Where the KV of chunks would be kept, from the nearest place to the farthest."""
+    if config.mode == "exact":
+        return
+    pool = _gib(config.kv_cache_bytes, "as the engine chooses")
+    host = _gib(config.kv_host_bytes, "none")
+    disk = _gib(config.kv_disk_bytes, "no limit") if config.kv_dir is not None else "none"
+    found = f"pool {pool}, host memory {host} ({config.tier_policy}), disk {disk}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (config.kv_host_bytes or 0) > memory // 2:
+        fix = "Set kv_host_bytes to less: it may be pinned, and is then not swapped."
+        yield Row("tiers", "warn", f"{found}; this machine has {_gib(memory, '')} of memory", fix)
+    else:
+        yield Row("tiers", "ok", found)
+
+
+def _gib(num_bytes: int | None, unset: str) -> str:
+    return unset if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
 # ---------------------------------------------------------------- full
 
 
@@ -315,4 +335,5 @@ _QUICK: tuple[Callable[[Config], Iterator[Row]], ...] = (
     _extras,
     _store_and_model,
     _disk,
+    _tiers,
 )

@@ -250,9 +250,9 @@ class Choice:
     fix: str = ""
 
 
-HBM, DISK, COMPUTED = "hbm", "disk", "computed"
+HBM, HOST, DISK, COMPUTED = "hbm", "host", "disk", "computed"
 """Where a segment's KV came from: the engine's pool (there already, or on its way for an earlier request), loaded from
-disk for this request, or computed for it."""
+host memory or disk for this request, or computed for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +261,9 @@ class Reuse:
 
     Attributes:
         prompt_tokens: tokens of the logical prompt, no padding.
-        reused_tokens: of these, tokens that were not computed for it (chunk segments and preamble from `hbm` or
-            `disk`, and literal tokens that vLLM's own prefix cache held).
-        sources: for each segment of the request, in prompt order, one of `HBM`, `DISK`, `COMPUTED`.
+        reused_tokens: of these, tokens that were not computed for it (chunk segments and preamble from `hbm`,
+            `host` or `disk`, and literal tokens that vLLM's own prefix cache held).
+        sources: for each segment of the request, in prompt order, one of `HBM`, `HOST`, `DISK`, `COMPUTED`.
     """
 
     prompt_tokens: int

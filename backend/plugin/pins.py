@@ -9,7 +9,7 @@ anew at the start of every step; nothing allocates blocks between two steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class Pins:
         """Give all pins up."""
         for request_id in list(self._held):
             self.release(request_id)
+
+    @property
+    def held(self) -> Collection[Sequence[KVCacheBlock]]:
+        """The blocks of each holder."""
+        return self._held.values()
 
     def check(self, used: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Assert that free + used or pinned blocks are all blocks; called after every step in debug mode.

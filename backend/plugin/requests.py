@@ -40,6 +40,7 @@ class Child:
         block_hashes: of the chunk's blocks.
         first_block: index of the first of them in the child's block table.
         is_loaded: a connector loads KV for it; set by the scheduler when the child is given blocks.
+        tier: that it is loaded from; set with it.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Child:
     block_hashes: list[BlockHash]
     first_block: int
     is_loaded: bool = False
+    tier: str = DISK
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -110,7 +112,7 @@ class LazyRequest:
         child = self.children.get(index)
         if child is None or child not in self.asked:
             return HBM
-        return DISK if child.is_loaded else COMPUTED
+        return child.tier if child.is_loaded else COMPUTED
 
 
 class RequestMaker:

@@ -20,6 +20,8 @@ And these keep the engine going:
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -29,11 +31,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lazyrag.backend import wire
+from lazyrag.backend import control, wire
+from lazyrag.backend.engine import no_prefetch_counters, no_tier_counters
+from lazyrag.backend.hashing import NAME_DIGITS, chunk_name, head_names
 from lazyrag.backend.plugin import checks, compat
 from lazyrag.backend.plugin.pins import Budget, Pins
 from lazyrag.backend.plugin.requests import Child, LazyRequest, RequestMaker, engine_settings
+from lazyrag.backend.plugin.residents import Residents
 from lazyrag.errors import CapacityError, LazyRAGError, RequestError, UnknownContentError
+from lazyrag.types import HBM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,9 +51,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lazyrag.backend.hashing import BlockHash
+    from lazyrag.backend.tiers.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
+_MOST_PREFETCHED = 4096
 _MAX_STUCK_STEPS = 4
 """Steps without any progress after which the oldest lazy request is given an error. One suffices by construction."""
 
@@ -123,6 +131,25 @@ class LazyMixin(compat.Gate):
         """The gate met a request that must wait for room: nobody behind it may pass in this step."""
         self._num_stuck = 0
         self._refused_when_idle = False
+        self._operations: dict[str, tuple[control.Control, LazyRequest | None]] = {}
+        """What clients ask of the tiers, by request id: to be done at the start of the next step."""
+        self._done_operations: set[str] = set()
+        """Ids of those that are to be answered."""
+        self._residents = Residents(self._pool)
+        (group,) = kv_cache_config.kv_cache_groups  # see checks
+        self._block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        self._doomed: dict[str, str] = {}
+        """Children in flight whose chunk is to be forgotten once they end: their ids, and the chunk's name."""
+        self._spare: Budget | None = None
+        """What this step's waiting requests leave free; None if they lack something. Set by `_admit`."""
+        self._copying = Pins(self._pool)
+        """The blocks that are being copied out, by the number of the save."""
+        self._unsaved: list[tuple[int, EngineCoreOutput, set[int]]] = []
+        """Last outputs, with the index of their client, that wait for these saves of what was computed for them."""
+        self._updated_s = 0.0
+        self._prefetches = Counter(no_prefetch_counters())
+        self._prefetched: OrderedDict[BlockHash, None] = OrderedDict()
+        """Chunks (last block) that were brought up before anybody needed them."""
         self._stock_allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate
         self._stock_find = self.kv_cache_manager.get_computed_blocks
@@ -141,8 +168,13 @@ class LazyMixin(compat.Gate):
             self._lazy.pop(request.request_id, None)
             self._failures.pop(request.request_id, None)
         try:
+            asked = control.control_from_args((request.sampling_params and request.sampling_params.extra_args) or {})
             lazy = self._requests.rewrite(request)
-            if lazy is not None and is_new:
+            if is_new and asked is not None:
+                self._operations[request.request_id] = (asked, lazy)
+                if asked.operation == control.PREFETCH and lazy is not None:
+                    self._prefetches["asked"] += len(lazy.chains) - lazy.num_preamble
+            elif is_new and lazy is not None:
                 self._accept(lazy)
         except LazyRAGError as error:
             self._fail(request.request_id, error)
@@ -155,21 +187,24 @@ class LazyMixin(compat.Gate):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step."""
         self._closed = self._refused_when_idle = False
-        if self._lazy or self._children:
+        if self._lazy or self._children or self._operations:
             self._forget_finished()
             self._drop_orphans()
             self._admit()
+            self._operate()
             self._spawn()
         output = super().schedule(*args, **kwargs)
         if self._lazy:
             self._after_schedule(output)
+        if self.connector is not None:
+            self._note_copies(output.kv_connector_metadata)
         if self._debug:
             self._check()
         return output
 
     def may_run(self, request: Request) -> bool:
         """The gate; see `compat`."""
-        if self._closed or request.request_id in self._failures:
+        if self._closed or request.request_id in self._failures or self._is_operation(request.request_id):
             return False
         lazy = self._lazy.get(request.request_id)
         if lazy is None or request.num_computed_tokens > 0:
@@ -189,19 +224,24 @@ class LazyMixin(compat.Gate):
         """Process a step's output; children stay invisible, lazy requests carry their report."""
         failed = self.finish_requests(list(self._failures), RequestStatus.FINISHED_ERROR) if self._failures else []
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        if self.connector is not None:
+            self._see_copies(scheduler_output)
         for of_client in outputs.values():
             self._take_children(of_client)
-            for output in of_client.outputs:
+            for output in list(of_client.outputs):
                 lazy = self._lazy.get(output.request_id)
                 if lazy is not None:
-                    output.kv_transfer_params = {
-                        **(output.kv_transfer_params or {}),
-                        wire.REPORT: lazy.report(),
-                    }
+                    report = {**lazy.report(), **(self._tiers() if output.finish_reason is not None else {})}
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), wire.REPORT: report}
+                    if output.finish_reason is not None and (saves := self._saves_of(lazy)):
+                        of_client.outputs.remove(output)
+                        self._unsaved.append((lazy.request.client_index, output, saves))
         for request in failed:
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             of_client.outputs.append(_error_output(request, self._failures[request.request_id]))
         self._failures = {}
+        self._answer_operations(outputs)
+        self._release_saved(outputs)
         self._finish_loaded()
         if self._debug:
             self._check()
@@ -224,13 +264,163 @@ class LazyMixin(compat.Gate):
         """`Counters`, and how many lazy requests and children are in flight."""
         return {**asdict(self._counters), "lazy_in_flight": len(self._lazy), "children_in_flight": len(self._children)}
 
+    # ---------------------------------------------------------------- copies between the pool and other tiers
+
+    def _note_copies(self, transfers: Transfers) -> None:
+        transfers.begun_s = time.monotonic()
+        transfers.wipes += self._residents.take_wipes()
+        for load in transfers.loads:
+            self._children[load.request_id].tier = self.connector.source_of(load)
+        for save in transfers.saves:
+            self._copying.hold(str(save.job), [self._pool.blocks[block_id] for block_id in save.block_ids])
+
+    def _see_copies(self, scheduler_output: SchedulerOutput) -> None:
+        """Give the blocks up that were copied out, and learn how fast the model is."""
+        for number in self.connector.take_copied():
+            self._copying.release(str(number))
+        begun_s, now = max(scheduler_output.kv_connector_metadata.begun_s, self._updated_s), time.monotonic()
+        self._updated_s = now
+        scheduled = scheduler_output.num_scheduled_tokens.items()
+        num_tokens = sum(count for request_id, count in scheduled if self._requests.is_child(request_id))
+        if 2 * num_tokens >= scheduler_output.total_num_scheduled_tokens:  # decoding says nothing of it
+            self.connector.speeds.computed(num_tokens, now - begun_s)
+
+    def _saves_of(self, lazy: LazyRequest) -> set[int]:
+        """The saves under way of chunks that were computed for a request, or for another and shared."""
+        if self.connector is None:
+            return set()
+        saves: set[int] = self.connector.saves_of(child.request_id for child in (*lazy.asked, *lazy.children.values()))
+        return saves
+
+    def _release_saved(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Let those outputs go that have waited for a save."""
+        waiting, self._unsaved = self._unsaved, []
+        for client_index, output, saves in waiting:
+            saves = {number for number in saves if self.connector.is_under_way(number)}
+            if saves:
+                self._unsaved.append((client_index, output, saves))
+            else:
+                output.kv_transfer_params[wire.REPORT] |= self._tiers()  # as they are now
+                outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+
+    # ---------------------------------------------------------------- what clients ask of the tiers
+
+    def _is_operation(self, request_id: str) -> bool:
+        return request_id in self._operations or request_id in self._done_operations
+
+    def _operate(self) -> None:
+        """Do what was asked since the last step."""
+        for request_id, (asked, lazy) in list(self._operations.items()):
+            if request_id in self.requests:  # not aborted
+                if asked.operation != control.PREFETCH:
+                    try:
+                        self._do(asked, self.requests[request_id].cache_salt)
+                    except OSError as error:
+                        what = f"Chunk KV cannot be removed from disk: {error.strerror}."
+                        self._fail(request_id, RequestError(what, why="In memory it is forgotten."))
+                elif lazy is not None and not self._prefetch(lazy):
+                    continue
+                if request_id not in self._failures:
+                    self._done_operations.add(request_id)
+            del self._operations[request_id]
+
+    def _do(self, asked: control.Control, salt: str | None) -> None:
+        names = {chunk_name(tokens, salt=salt) for tokens in asked.chunks}
+        if asked.operation == control.FORGET:
+            heads = {name for tokens in asked.chunks for name in head_names(tokens, salt=salt)}
+            self._residents.forget(heads)
+            for child in self._children.values():
+                name = child_name(self.requests[child.request_id])
+                if name in heads:
+                    self._doomed[child.request_id] = name
+                    if self.connector is not None:
+                        self.connector.doom(child.request_id)
+            if self.connector is not None:
+                self.connector.forget(names, heads, namespace=salt or "")
+        elif self.connector is not None:
+            (self.connector.pin if asked.operation == control.PIN else self.connector.unpin)(names)
+
+    def _prefetch(self, lazy: LazyRequest) -> bool:
+        """Begin to load what is missing, as far as nobody else needs the blocks.
+
+        Returns:
+            whether that was all; else the preamble or sink must be there first, which is being loaded.
+        """
+        waits = False
+        for index, content in enumerate(lazy.contents):
+            chain = content.chain
+            found = chain.look_up(self._pool)
+            blocks = [block for block in found if block is not None]
+            if len(blocks) == len(found):  # last in the queue of those to be evicted
+                self._pool.touch(blocks)
+                self._pool.free_blocks(reversed(blocks))
+                continue
+            last_hash = chain.hashes[-1]
+            if self.connector is None or last_hash in self._child_of or last_hash in self._unloadable:
+                continue
+            child, request, behind_first = self._requests.make_child(lazy, index, may_load=True)
+            if self.connector.finds(request) is None:
+                continue
+            if behind_first is not None and lazy.contents[0].chain.hashes[-1] in self._child_of:
+                waits = True
+                continue
+            absent = {h for h, block in zip(chain.hashes, found, strict=True) if block is None}
+            needs_preamble = behind_first is not None and self._missing(behind_first, [0])
+            if needs_preamble or self._spare is None or not self._spare.take(blocks, absent, 0):
+                self.connector.fetch(request)
+                continue
+            self._add_child(child, request, behind_first)
+            if index >= lazy.num_preamble:
+                self._prefetched[child.key] = None
+            while len(self._prefetched) > _MOST_PREFETCHED:
+                self._prefetched.popitem(last=False)
+                self._prefetches["wasted"] += 1
+            super().add_request(request)
+            compat.put_first(self, request)
+        return not waits
+
+    def _note_prefetched(self, lazy: LazyRequest, missing: Iterable[int]) -> None:
+        """Whether it was of use that a request's chunks were brought up before."""
+        gone = set(missing)
+        for index, content in enumerate(lazy.contents):
+            last_hash = content.chain.hashes[-1]
+            if last_hash in self._prefetched:
+                del self._prefetched[last_hash]
+                kind = "late" if last_hash in self._child_of else "wasted" if index in gone else "used"
+                self._prefetches[kind] += 1
+
+    def _answer_operations(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        done, self._done_operations = self._done_operations, set()
+        for request in self.finish_requests(list(done), RequestStatus.FINISHED_STOPPED) if done else ():
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(_output(request, {wire.REPORT: self._tiers()}))
+
+    def _tiers(self) -> dict[str, Any]:
+        """What every last answer says of the tiers (see `control`)."""
+        tiers = self.connector.report() if self.connector is not None else no_tier_counters()
+        num_blocks = self._pool.num_gpu_blocks - 1
+        tiers[HBM] |= {
+            "chunks": len(self._residents),
+            "budget": num_blocks * self._block_bytes,
+            "bytes": (num_blocks - self._pool.get_num_free_blocks()) * self._block_bytes,
+            "hits": self._counters.segments_resident,
+            "misses": self._counters.segments_missing,
+            "loads": self._counters.children_loaded,
+            "saves": self._counters.children_computed,
+            "failures": self._counters.loads_failed,
+        }
+        return {control.TIERS: tiers, control.PREFETCHED: dict(self._prefetches)}
+
     # ---------------------------------------------------------------- requests
 
     def _accept(self, lazy: LazyRequest) -> None:
         if self._debug:
             lazy.layout.check()
         num_segments = len(lazy.layout.segments)
-        num_missing = len(self._missing(lazy, range(num_segments)))
+        missing = self._missing(lazy, range(num_segments))
+        num_missing = len(missing)
+        if self._prefetched:
+            self._note_prefetched(lazy, missing)
         self._lazy[lazy.request.request_id] = lazy
         self._counters.requests += 1
         self._counters.segments_missing += num_missing
@@ -257,6 +447,9 @@ class LazyMixin(compat.Gate):
         del self._children[child.request_id]
         del self._child_of[child.key]
         self._lazy.pop(child.request_id, None)
+        if (name := self._doomed.pop(child.request_id, None)) is not None:
+            self._residents.note(name, child.block_hashes)
+            self._residents.forget([name])
 
     def _drop_orphans(self) -> None:
         """Abort the children that nobody waits for any more, but for those that have begun: they are soon done."""
@@ -284,9 +477,10 @@ class LazyMixin(compat.Gate):
             coming=(block_hash for child in begun for block_hash in child.block_hashes),
         )
         wanted: list[tuple[str, list[KVCacheBlock], int]] = []
+        self._spare = budget
         for request in compat.waiting_requests(self):
             request_id = request.request_id
-            if request_id in self._children or request_id in self._failures:
+            if request_id in self._children or request_id in self._failures or self._is_operation(request_id):
                 continue
             lazy = self._lazy.get(request_id)
             num_blocks = -(-(request.num_tokens + 1) // self.block_size)
@@ -295,6 +489,8 @@ class LazyMixin(compat.Gate):
             else:
                 resident, absent = self._look_up(lazy)
                 fits = budget.take(resident, absent, num_blocks - lazy.layout.suffix_block)
+            if not fits:
+                self._spare = None
             if not fits and num_ahead:
                 break  # whoever is alone gets all there is
             if lazy is not None:
@@ -350,10 +546,14 @@ class LazyMixin(compat.Gate):
         child, request, behind_first = self._requests.make_child(lazy, index, may_load=may_load)
         lazy.children[index] = child
         lazy.asked.append(child)
+        self._add_child(child, request, behind_first)
+        return request
+
+    def _add_child(self, child: Child, request: Request, behind_first: LazyRequest | None) -> None:
         self._children[child.request_id] = self._child_of[child.key] = child
+        self._residents.note(child_name(request), child.block_hashes)
         if behind_first is not None:
             self._lazy[child.request_id] = behind_first
-        return request
 
     def _find(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
         """`KVCacheManager.get_computed_blocks` of this engine: a lazy request's blocks are known by segment.
@@ -442,7 +642,7 @@ class LazyMixin(compat.Gate):
         for request_id in output.num_scheduled_tokens:
             self._pins.release(request_id)
         loading = any(self.requests[request_id].num_computed_tokens for request_id in self._children)
-        busy = output.total_num_scheduled_tokens or self.running or loading
+        busy = output.total_num_scheduled_tokens or self.running or loading or self._copying.held
         stuck = self._refused_when_idle and not busy
         self._num_stuck = self._num_stuck + 1 if stuck else 0
         if self._num_stuck > _MAX_STUCK_STEPS:
@@ -501,18 +701,30 @@ class LazyMixin(compat.Gate):
     def _check(self) -> None:
         """Assert the invariants; debug mode only."""
         manager = self.kv_cache_manager.coordinator.single_type_managers[0]
-        self._pins.check([*manager.req_to_blocks.values(), *(blocks for _, blocks in self.deferred_frees)])
+        deferred = (blocks for _, blocks in self.deferred_frees)
+        self._pins.check([*manager.req_to_blocks.values(), *deferred, *self._copying.held])
         assert self._children.keys() == {child.request_id for child in self._child_of.values()}
         log.debug("%s", self.lazyrag_stats())
 
 
+def child_name(request: Request) -> str:
+    """Of a child: its chunk's name (`hashing.chunk_name`)."""
+    child: wire.WireChild = request.sampling_params.extra_args[wire.CHILD]
+    return child["key"][:NAME_DIGITS]
+
+
 def _error_output(request: Request, error: LazyRAGError) -> EngineCoreOutput:
+    return _output(request, wire.error_to_params(error), str(error))
+
+
+def _output(request: Request, params: dict[str, Any], stop_reason: str | None = None) -> EngineCoreOutput:
+    """The only answer to a request that was not run."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         finish_reason=request.get_finished_reason(),
-        stop_reason=str(error),
-        kv_transfer_params=wire.error_to_params(error),
+        stop_reason=stop_reason,
+        kv_transfer_params=params,
         events=request.take_events(),
         trace_headers=request.trace_headers,
     )

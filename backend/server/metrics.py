@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lazyrag.types import COMPUTED, DISK, HBM, PromptPlan, Reuse
+from lazyrag.types import COMPUTED, DISK, HBM, HOST, PromptPlan, Reuse
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -56,7 +56,7 @@ class Metrics:
                 ("segment_tokens", "Tokens of chunks in prompts, by source of the KV."),
             )
         )
-        for source in (HBM, DISK, COMPUTED):
+        for source in (HBM, HOST, DISK, COMPUTED):
             self._segments.labels(source)
             self._segment_tokens.labels(source)
         self._ttft = Histogram(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazyrag.backend.engine import Cancel, Deliver, Engine, EngineInfo, Event, Request
+from lazyrag.backend.engine import Cancel, Chunks, Deliver, Engine, EngineInfo, Event, Request
 from lazyrag.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ class SupervisedEngine:
         """See `lazyrag.backend.engine.Engine.submit`."""
         engine = self._engine
         if engine is None:
-            what = "The engine is closed." if self._stopping.is_set() else "The engine stopped and is being started."
-            deliver(EngineDeadError(what, fix="" if self._stopping.is_set() else "Try again in a minute."))
+            deliver(self._dead())
             return lambda: None
 
         def watched(event: Event) -> None:
@@ -68,6 +67,34 @@ class SupervisedEngine:
             deliver(event)
 
         return engine.submit(request, watched)
+
+    def prefetch(
+        self, chunks: Chunks, *, prefix: Sequence[int] = (), sink: Sequence[int] = (), namespace: str = ""
+    ) -> None:
+        """See `lazyrag.backend.engine.Engine.prefetch`."""
+        if (engine := self._engine) is not None:
+            engine.prefetch(chunks, prefix=prefix, sink=sink, namespace=namespace)
+
+    def pin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.pin`."""
+        self._living().pin(chunks, namespace=namespace)
+
+    def unpin(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.unpin`."""
+        self._living().unpin(chunks, namespace=namespace)
+
+    def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
+        """See `lazyrag.backend.engine.Engine.forget`."""
+        self._living().forget(chunks, namespace=namespace)
+
+    def _living(self) -> Engine:
+        if (engine := self._engine) is None:
+            raise self._dead()
+        return engine
+
+    def _dead(self) -> EngineDeadError:
+        what = "The engine is closed." if self._stopping.is_set() else "The engine stopped and is being started."
+        return EngineDeadError(what, fix="" if self._stopping.is_set() else "Try again in a minute.")
 
     def stats(self) -> dict[str, Any]:
         """The running engine's counters, and how often it was started again."""

@@ -22,10 +22,11 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -37,6 +38,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lazyrag.backend.hashing import NAME_DIGITS
 from lazyrag.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ class ChunkFile:
 
 
 class DiskTier:
-    """The chunk files of one model under `root`. For one thread; any number of processes may share a root.
+    """The chunk files of one model under `root`. For several threads; any number of processes may share a root.
 
     Args:
         root: folder of the store; made if missing.
@@ -122,6 +124,7 @@ class DiskTier:
 
     Attributes:
         counters: loaded, loaded_bytes, saved, saved_bytes, damaged, evicted; whoever reads them may clear them.
+        pinned: names of chunks (`hashing.chunk_name`) that this process does not evict.
 
     Raises:
         ConfigError: the folder cannot be made, the budget is not positive, or the fingerprint is none.
@@ -143,6 +146,9 @@ class DiskTier:
         self.root = Path(root)
         self.budget_bytes = budget_bytes
         self.counters: Counter[str] = Counter()
+        self.pinned: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        """Of the books; no file is read or written under it."""
         self._fingerprint, self._rank, self._ranks = fingerprint, rank, ranks
         self._num_bytes: int | None = None  # under root, as far as this process knows; None: never looked
         self._reported: set[Path] = set()
@@ -164,13 +170,14 @@ class DiskTier:
         """
         return all(self._has(self._path(key, namespace, rank), key) for rank in range(self._ranks))
 
-    def load(self, key: str, form: Form, *, namespace: str = "") -> Bytes:
+    def load(self, key: str, form: Form, *, namespace: str = "", out: Bytes | None = None) -> Bytes:
         """This rank's tensors, every byte verified.
 
         Args:
             key: of the chunk.
             form: what the tensors must look like.
             namespace: of the chunk.
+            out: where to put them, [form.num_bytes]; holds anything if this raises. None: a new array.
 
         Returns:
             [form.num_bytes], the layers one after the other.
@@ -185,7 +192,7 @@ class DiskTier:
                 found, checksum = self._read_header(file, key)
                 if found != form:
                     raise ValueError(f"it holds {_words(found)}, this engine has {_words(form)}")
-                data = np.empty(form.num_bytes, np.uint8)
+                data = np.empty(form.num_bytes, np.uint8) if out is None else out
                 _read_exactly(file, data.data)
             if checksum != self._checksum(key, form, data):
                 raise ValueError("its checksum does not match its content")
@@ -195,8 +202,19 @@ class DiskTier:
             raise self._give_up(path, error) from error
         with suppress(OSError):  # a store may be mounted read-only; it is then in order of writing
             os.utime(path)
-        self.counters.update(loaded=1, loaded_bytes=form.num_bytes)
+        self._count(loaded=1, loaded_bytes=form.num_bytes)
         return data
+
+    def take_counters(self) -> dict[str, int]:
+        """The counters since the last call."""
+        with self._lock:
+            counters = dict(self.counters)
+            self.counters.clear()
+        return counters
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self.counters.update(counts)
 
     def _has(self, path: Path, key: str) -> bool:
         try:
@@ -223,9 +241,11 @@ class DiskTier:
     def _give_up(self, path: Path, error: Exception) -> DamagedFileError:
         """Report a file once and remove it."""
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        if path not in self._reported:
+        with self._lock:
+            is_new = path not in self._reported
             self._reported.add(path)
-            self.counters["damaged"] += 1
+        if is_new:
+            self._count(damaged=1)
             logger.warning("Chunk KV in %s is not used: %s. The chunk is computed again.", path, reason)
         with suppress(OSError):
             path.unlink()
@@ -266,16 +286,26 @@ class DiskTier:
         if self._save_fails:
             self._save_fails = False
             logger.warning("Chunk KV can be saved under %s again.", self.root)
-        if self._num_bytes is not None:
-            self._num_bytes += num_bytes
-        self._reported.discard(path)
-        self.counters.update(saved=1, saved_bytes=data.nbytes)
+        with self._lock:
+            if self._num_bytes is not None:
+                self._num_bytes += num_bytes
+            self._reported.discard(path)
+        self._count(saved=1, saved_bytes=data.nbytes)
         return True
 
     def delete(self, key: str, *, namespace: str = "") -> None:
         """Remove every rank's file of a chunk; none there is no error."""
         for rank in range(self._ranks):
             self._path(key, namespace, rank).unlink(missing_ok=True)
+
+    def forget(self, names: Set[str], *, namespace: str = "") -> None:
+        """Remove this model's files of chunks with these names (`hashing.chunk_name`), for good.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        files = chunk_files(self.root, space_of(namespace), self._fingerprint[:16])
+        remove_files(file.path for file in files if file.key[:NAME_DIGITS] in names)
 
     # ------------------------------------------------------------ the whole store
 
@@ -305,11 +335,14 @@ class DiskTier:
             for path, stat in files:
                 if used + num_bytes <= LOW_WATER * budget:
                     break
+                if path.name[:NAME_DIGITS] in self.pinned:
+                    continue
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
                     used -= stat.st_size
-                    self.counters["evicted"] += 1
-        self._num_bytes = used
+                    self._count(evicted=1)
+        with self._lock:
+            self._num_bytes = used
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for file in chunk_files(self.root):
@@ -335,9 +368,9 @@ def space_of(namespace: str) -> str:
     return blake2b(namespace.encode(), digest_size=8).hexdigest()
 
 
-def chunk_files(root: Path, space: str | None = None) -> Iterator[ChunkFile]:
-    """Every chunk file under a root, of all models, or of one namespace's folder; a root that is not there has none."""
-    folders = FOLDERS if space is None else f"{HEX * 16}/{space}/{HEX * 2}"
+def chunk_files(root: Path, space: str | None = None, model: str | None = None) -> Iterator[ChunkFile]:
+    """Every chunk file under a root, of one namespace's folder or all, of one model's or all; without a root, none."""
+    folders = f"{model or HEX * 16}/{space or HEX * 16}/{HEX * 2}"
     for path in root.glob(f"{folders}/*.safetensors"):
         model, owner = path.parts[-4:-2]
         yield ChunkFile(path, model, owner, path.name.partition(".")[0])

@@ -15,16 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lazyrag.backend import local, wire
 from lazyrag.backend.contents import Sender
+from lazyrag.backend.control import PREFETCH, control_to_args
 from lazyrag.backend.layout import Span, take_apart
+from lazyrag.backend.tiers.policy import COMPUTE, READERS
 from lazyrag.bench.profile import Profile
 from lazyrag.bench.workload import Prompt
 from lazyrag.errors import EngineError, LazyRAGError
 from lazyrag.modes import ReuseMode
-from lazyrag.types import HBM
+from lazyrag.types import DISK, HBM, HOST
 
 GAUGE_BLOCKS, GAUGE_BYTES, GAUGE_REPEATS = 1000, 128, 25
 GPU_KV_BYTES = 40 * 10**9
@@ -40,12 +44,15 @@ class Spec:
         arguments: of vLLM's `LLM`, beyond what the device and LazyRAG ask for.
         exact: in fp32 where that runs (on a CPU).
         capture_sizes: batch sizes (tokens) that CUDA graphs are made for; none on a CPU; empty for vLLM's own choice.
+        host_bytes, kv_root: tiers beside the pool; none by default.
     """
 
     engine: str
     arguments: dict[str, Any]
     exact: bool = False
     capture_sizes: tuple[int, ...] = ()
+    host_bytes: int = 0
+    kv_root: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,10 @@ class Server:
                 "scheduler_cls": "lazyrag.bench.materialize.MaterializeScheduler",
                 "worker_cls": "lazyrag.bench.materialize_worker.MaterializeWorker",
             }
+        if spec.host_bytes:
+            transfer = local.connector_arguments(spec.kv_root, host_bytes=spec.host_bytes)
+            transfer["kv_connector_extra_config"]["fingerprint"] = sha256(repr(arguments).encode()).hexdigest()
+            arguments["kv_transfer_config"] = transfer
         self._arguments = arguments
         self._llm = LLM(**arguments)
         self._profile: Profile | None = None
@@ -273,6 +284,102 @@ class Server:
         total = time.perf_counter() - start
         waits = (first[name] - arrival for name, arrival in zip(ids, arrivals, strict=True))
         return Served(tuple(wait * 1e3 for wait in waits), total, speed)
+
+    # ---------------------------------------------------------------- tiers (tiers.py)
+
+    @property
+    def _connector(self) -> Any:
+        """The scheduler's half; everything is in this process."""
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+    def generate_from_tiers(self, prompt: Prompt) -> tuple[Timed, list[str]]:
+        """Serve a request that is to have one token; where each document's KV came from."""
+        speed = gauge()
+        start = time.perf_counter()
+        inputs, params = self._requests([prompt], 1)
+        (output,) = self._llm.generate(inputs, params, use_tqdm=False)
+        ms = (time.perf_counter() - start) * 1e3
+        found = _found(prompt, output)
+        report = wire.report_from_params(output.kv_transfer_params)
+        return Timed(ms, speed, (found,)), report["sources"] if report is not None else []
+
+    def prefetch(self, prompt: Prompt, ahead_s: float) -> None:
+        """Tell the engine of a prompt's documents, and let so much time pass."""
+        from vllm import SamplingParams
+
+        end = time.perf_counter() + ahead_s
+        engine = self._llm.llm_engine
+        token_ids, extra = self._sent(prompt)
+        params = SamplingParams(max_tokens=1, detokenize=False, extra_args=extra | control_to_args(PREFETCH))
+        engine.add_request(f"prefetch-{self._num_served}", {"prompt_token_ids": token_ids[:1]}, params)
+        self._num_served += 1
+        while time.perf_counter() < end:  # as an engine in a process of its own would do
+            engine.step()
+            time.sleep(0.0005)
+
+    def empty_host(self) -> None:
+        """Let host memory hold nothing, and the operating system's cache no file."""
+        self._connector.reset_cache()
+        root = self._arguments["kv_transfer_config"]["kv_connector_extra_config"]["root"]
+        for path in Path(root).rglob("*.safetensors"):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+    def set_disk(self, bytes_per_s: float | None, always_load: bool) -> None:
+        """Make the disk as slow as this (None: as it is), and have the rule followed or not."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        disk, speeds = get_kv_transfer_group().disk, self._connector.speeds
+        for instance, name in ((disk, "load"), (speeds, "is_loading_faster")):
+            vars(instance).pop(name, None)
+        if always_load:
+            speeds.is_loading_faster = lambda *args, **kwargs: True
+        if bytes_per_s is not None:
+            stock = disk.load
+
+            def slowly(key: str, form: Any, **kwargs: Any) -> Any:
+                start = time.perf_counter()
+                data = stock(key, form, **kwargs)
+                # READERS read at a time.
+                time.sleep(max(0.0, READERS * form.num_bytes / bytes_per_s - (time.perf_counter() - start)))
+                return data
+
+            disk.load = slowly
+
+    def speeds(self) -> dict[str, float]:
+        """Measured speeds: bytes a second by tier, tokens a second; and the KV's size."""
+        connector = self._connector
+        names = (HOST, DISK, COMPUTE)
+        rates = {name: rate for name in names if (rate := connector.speeds.rate(name)) is not None}
+        return rates | {"kv_bytes_per_token": connector.token_bytes}
+
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """The tiers' counters."""
+        report: dict[str, dict[str, int]] = self._connector.report()
+        return report
+
+    def bandwidth(self, num_bytes: int = 1 << 28, n: int = 9) -> dict[str, float]:
+        """Of copies from memory as the host tier has it to the device: the median of some."""
+        import torch
+        from vllm.platforms import current_platform
+
+        from lazyrag.backend.tiers.host import HostMemory
+
+        device = torch.device(current_platform.device_type)
+        memory = HostMemory(num_bytes, device)
+        source, target = memory.at(0, num_bytes), torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        seconds = []
+        for _ in range(n + 1):
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        memory.close()
+        return {"bytes_per_s": num_bytes / median(seconds[1:]), "n": n}
 
     def _requests(
         self, prompts: Sequence[Prompt], max_tokens: int, *, logprobs: int | None = None, stream: bool = False

@@ -41,6 +41,12 @@ LONG, LONG_POOLED = frozenset({"recompute", "prefix"}), frozenset({"prefix", "pr
 TTFT = "milliseconds from sending one request to its first token; nothing else runs"
 ON_HOT = (("lazy", "perfect"), ("lazy", "prefix"), ("lazy", "recompute"))
 POOLED = (("lazy", "materialize"), ("lazy", "prefix"), ("lazy", "prefix-reorder"))
+TIERS = "tier_ttft"
+FROM_TIERS = (
+    ("host", "floor"), ("host", "recompute"), ("host", "hot"), ("prefetched", "hot"),
+    ("disk", "recompute"), ("disk rule", "disk"), ("disk rule", "recompute"),
+    ("slow disk", "recompute"), ("slow disk rule", "slow disk"), ("slow disk rule", "recompute"),
+)  # fmt: skip
 
 METRICS = {
     metric.name: metric
@@ -62,6 +68,8 @@ METRICS = {
                LONG_POOLED),
         Metric("rate_at_slo", "highest rate of a Poisson stream (1/s) at which the 99th of 100 times to the first token"
                " is at most 500 ms", "1/s", POOLED),
+        Metric(TIERS, f"{TTFT}; by where its documents' KV is (tiers.py)", "ms", FROM_TIERS,
+               frozenset({"recompute", "disk", "disk rule", "slow disk", "slow disk rule"})),
         Metric("hit_ratio", "of the document tokens asked for, the part whose KV is in the pool (simulated, see hits)",
                "1", tuple(("lazy", name) for name in ("prefix", "prefix-reorder", "materialize", "documents"))),
     )
@@ -148,4 +156,4 @@ def _tiny() -> dict[str, list[Case]]:
 
 
 CASES = {"llama-8b": _llama_8b(), "tiny": _tiny()}
-"""By shape and metric; `hit_ratio` is simulated and has none."""
+"""By shape and metric; `hit_ratio` is simulated, and `tier_ttft` has workloads of its own (tiers.py)."""

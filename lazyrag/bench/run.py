@@ -6,27 +6,27 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lazyrag.bench import gate, hits, report
+from lazyrag.bench import gate, hits, report, tiers
 from lazyrag.bench.arms import ARMS
 from lazyrag.bench.child import Spec
 from lazyrag.bench.engines import EngineProcess, engines
 from lazyrag.bench.measure import WARM_UP, Batch, Bench, NotMeasuredError
-from lazyrag.bench.metrics import CASES, METRICS, Case, Metric, metrics
+from lazyrag.bench.metrics import CASES, METRICS, TIERS, Case, Metric, metrics
 from lazyrag.bench.report import Result
 from lazyrag.bench.samples import Deadline, Summary
-from lazyrag.bench.shapes import LLAMA_8B_KV_BYTES, Model, make_model, read_model
+from lazyrag.bench.shapes import LLAMA_8B_KV_BYTES, Model, kv_bytes_per_token, make_model, read_model
 from lazyrag.bench.workload import Workload
 from lazyrag.errors import ConfigError, EngineError, InputError
 
 ROUNDS, QUICK_ROUNDS = 13, 3
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 160, 176, 192, 224, 256)
-QUICK_METRICS = tuple(name for name in METRICS if name != "rate_at_slo")
+QUICK_METRICS = tuple(name for name in METRICS if name not in ("rate_at_slo", TIERS))
 GATE_KV_BYTES = 256 << 20
 """Of an engine that only the gate asks."""
 MAX_LEN = 49152
@@ -140,10 +140,45 @@ def bench(options: Options, tell: Callable[[str], None]) -> Result:
         arms = {name for metric, _ in tasks for name in metric.arms}
         with _running(options, arms, kv_bytes or options.kv_bytes, result, tell) as (model, running):
             _measure(Bench(running, model.vocabulary, options.rounds, deadline), tasks, model, options, result, tell)
+    if any(metric.name == TIERS for metric in wanted):
+        _measure_tiers(options, result, deadline, tell)
     if any(metric.name == "hit_ratio" for metric in wanted):
         simulate(result)
         _save(result, options)
     return result
+
+
+def _measure_tiers(options: Options, result: Result, deadline: Deadline, tell: Callable[[str], None]) -> None:
+    """With an engine of their own, that has tiers."""
+    if not deadline.allows():
+        result.skipped.append((TIERS, tiers.WORKLOADS[options.shape].name, "time was up"))
+        return
+    with TemporaryDirectory(prefix="lazyrag-bench-") as folder:
+        model = make_model(options.shape, Path(folder) / "model")
+        exact = options.shape == "tiny"
+        workload = tiers.WORKLOADS[options.shape]
+        spec = replace(
+            _spec(options, model, "lazy", options.kv_bytes, exact),
+            host_bytes=tiers.host_bytes(workload, kv_bytes_per_token(model.folder, 4 if exact else 2)),
+            kv_root=Path(folder) / "kv",
+        )
+        tell("Starting an engine with tiers ...")
+        with engines({"tiers": spec}) as running:
+            result.engines["tiers"] = running["tiers"].ready()
+            try:
+                tiers.measure(
+                    running["tiers"],
+                    workload,
+                    model.vocabulary,
+                    result,
+                    tell,
+                    rounds=options.rounds,
+                    deadline=deadline,
+                )
+            except NotMeasuredError as error:
+                result.skipped.append((TIERS, workload.name, str(error)))
+                tell(f"{TIERS}: {workload.name}: not measured: {error}")
+    _check_gate(result, options, tell)
 
 
 def profile(options: Options, tell: Callable[[str], None]) -> Result:

@@ -112,6 +112,13 @@ def read_model(folder: Path, *, dummy: bool) -> Model:
     )
 
 
+def kv_bytes_per_token(folder: Path, item_bytes: int) -> int:
+    """Of a model whose config.json is one that `make_model` writes."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads: int = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 2 * heads * item_bytes
+
+
 def _save_tiny(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

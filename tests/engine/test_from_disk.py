@@ -37,6 +37,7 @@ def running(model: Path, root: Path, mode: str) -> Iterator[LocalEngine]:
         block_size=16,
         kv_cache_bytes=1 << 26,
         kv_root=root,
+        kv_host_bytes=1 << 24,
         debug=True,
         engine_args={
             "skip_tokenizer_init": True,

@@ -43,6 +43,7 @@ from lazyrag.backend import wire
 from lazyrag.backend.contents import Sender
 from lazyrag.backend.layout import Span, take_apart
 from lazyrag.backend.plugin.scheduler import LazyAsyncScheduler, LazyScheduler
+from lazyrag.backend.tiers.transfers import COPIED, DONE, Progress
 
 BLOCK = 4
 MAX_MODEL_LEN = 400
@@ -245,10 +246,12 @@ class Runner:
 
     def _load(self, output: Any) -> KVConnectorOutput | None:
         """What the connector was told to load: the right KV, or none and a report of the blocks that lack it."""
-        loads = output.kv_connector_metadata.loads if output.kv_connector_metadata else []
-        if not loads:
+        transfers = output.kv_connector_metadata
+        if transfers is None:
             return None
-        invalid: set[int] = set()
+        loads, invalid = transfers.loads, set()
+        steps = [(load.job, DONE, not self.loads_fail) for load in loads]
+        steps += [(save.job, step, True) for save in transfers.saves for step in (COPIED, DONE)]
         for load in loads:
             if self.loads_fail:
                 invalid.update(load.block_ids)
@@ -267,7 +270,11 @@ class Runner:
             for index in range(load.first_token, load.num_tokens):
                 block = load.block_ids[(index - load.first_token) // BLOCK]
                 self.kv[block, index % BLOCK] = running.expected(child["first_token"] + index)
-        return KVConnectorOutput(finished_recving={load.request_id for load in loads}, invalid_block_ids=invalid)
+        return KVConnectorOutput(
+            finished_recving={load.request_id for load in loads},
+            invalid_block_ids=invalid,
+            kv_connector_worker_meta=Progress(steps),
+        )
 
     def _start(self, new: Any) -> Running:
         args = new.sampling_params.extra_args or {}

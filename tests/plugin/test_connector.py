@@ -7,6 +7,8 @@ chunk's own prefill gives: a chunk that was not computed, not loaded, or not of 
 
 import json
 import pickle
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,11 +31,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lazyrag.backend import wire
+from lazyrag.backend import control, wire
+from lazyrag.backend.engine import PREFETCH_COUNTERS, TIER_COUNTERS
 from lazyrag.backend.layout import Span
 from lazyrag.backend.plugin.scheduler import LazyAsyncScheduler, LazyScheduler
-from lazyrag.backend.tiers.connector import LazyRAGConnector, Transfer, token_rows
+from lazyrag.backend.tiers import disk, mover
+from lazyrag.backend.tiers.connector import LazyRAGConnector
 from lazyrag.backend.tiers.disk import DiskTier
+from lazyrag.backend.tiers.transfers import Transfer
 from lazyrag.errors import ConfigError, UnsupportedError
 
 FINGERPRINT = "0123456789abcdef" * 4
@@ -65,7 +70,7 @@ class Worker:
         self.connector.register_kv_caches(self.caches)
 
     def slots(self, layer: str) -> torch.Tensor:
-        return token_rows(self.caches[layer]).flatten(0, 1)
+        return mover.token_rows(self.caches[layer]).flatten(0, 1)
 
     def write(self, slot: int, context: Sequence[int] | None) -> None:
         for number, layer in enumerate(LAYERS):
@@ -93,6 +98,7 @@ class Worker:
         output.finished_sending, output.finished_recving = connector.get_finished(set())
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = pickle.loads(pickle.dumps(connector.get_kv_connector_stats()))
+        output.kv_connector_worker_meta = pickle.loads(pickle.dumps(connector.build_connector_worker_meta()))
         connector.clear_connector_metadata()
         return output
 
@@ -167,7 +173,7 @@ class Engine:
 
     @property
     def disk(self) -> DiskTier:
-        return self.scheduler.connector._tier
+        return self.scheduler.connector.disk
 
     @property
     def counters(self) -> dict[str, int]:
@@ -249,13 +255,45 @@ class Engine:
                 elif one.finish_reason is not None:
                     self.reports[one.request_id] = (one.kv_transfer_params or {}).get(wire.REPORT, {})
 
-    def run(self, limit: int = 60) -> None:
-        """Step until nothing is left to do."""
-        for _ in range(limit):
+    def run(self, limit_s: float = 60) -> None:
+        """Step until nothing is left to do, nor under way."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
             self.step()
             if not self.in_flight and not self.scheduler.has_requests():
                 return
-        raise AssertionError(f"{limit} steps did not finish {list(self.scheduler.requests)}")
+        raise AssertionError(f"in {limit_s} s were not finished: {list(self.scheduler.requests)}")
+
+    def empty_pool(self) -> None:
+        """Nothing is resident any more, and nothing may be read that was."""
+        assert self.scheduler.reset_prefix_cache(), "blocks leaked"
+        for worker in self.workers:
+            for cache in worker.caches.values():
+                cache[:] = torch.nan
+
+    def operate(self, operation: str, *chunks: list[int], salt: str | None = None, name: str = "operation") -> None:
+        """Have something done with chunks, and its answer come."""
+        if operation == control.PREFETCH:
+            self.ask(*chunks, name=name, salt=salt, **control.control_to_args(operation))
+        else:
+            self.ask(name=name, salt=salt, **control.control_to_args(operation, chunks))
+        while name not in self.reports:
+            self.step()
+
+    @property
+    def tiers(self) -> dict[str, dict[str, int]]:
+        return self.scheduler.connector.report()
+
+    def check_no_leak(self) -> None:
+        """Nothing is under way, and the tiers let everything go."""
+        connector = self.scheduler.connector
+        assert not connector._jobs
+        assert not any(worker.connector._mover.is_busy for worker in self.workers)
+        assert not any(place.users for place in connector._shelf.places())
+        connector._shelf.check()
+        connector.reset_cache()
+        assert connector._shelf.num_used_bytes == 0
+        assert self.scheduler.reset_prefix_cache()
 
     def sources(self, name: str = "r") -> list[str]:
         return self.reports[name]["sources"]
@@ -400,8 +438,7 @@ def test_a_chunk_is_on_disk_before_its_request_is_answered(folder: Path) -> None
     engine.ask(A, B)
     while not engine.reports:
         engine.step()
-        if engine.reports or any(name == "r" for name in engine.computed):
-            assert len(files(folder)) == 2
+    assert len(files(folder)) == 2
 
 
 def test_chunks_behind_a_preamble_are_loaded_with_it(folder: Path) -> None:
@@ -521,12 +558,12 @@ def test_a_load_begins_where_the_resident_blocks_end(folder: Path, resident: int
 def vanish(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between look-up and load every file disappears."""
     for worker in engine.workers:
-        tier = worker.connector._tier
+        tier = worker.connector.disk
         load = tier.load
 
-        def late(key: str, form: Any, *, namespace: str, tier: DiskTier = tier, load: Any = load) -> Any:
+        def late(key: str, form: Any, *, namespace: str, out: Any, tier: DiskTier = tier, load: Any = load) -> Any:
             tier.delete(key, namespace=namespace)
-            return load(key, form, namespace=namespace)
+            return load(key, form, namespace=namespace, out=out)
 
         monkeypatch.setattr(tier, "load", late)
 
@@ -654,13 +691,444 @@ def test_one_ranks_missing_file_is_a_miss_for_all(folder: Path, damage: str) -> 
     assert engine.sources() == ["computed"]
 
 
+# ---------------------------------------------------------------- host memory
+
+HOST_ONLY = {"root": None, "host_bytes": 1 << 20}
+BOTH = {"host_bytes": 1 << 20}
+ROW_BYTES = len(LAYERS) * HEADS * 2 * HEAD_SIZE * 4
+
+
+def test_what_the_pool_has_lost_comes_from_host_memory(folder: Path, order: dict[str, Any]) -> None:
+    engine = warmed(folder, A, B, C, extra=HOST_ONLY, **order)
+    assert engine.tiers["host"]["chunks"] == engine.tiers["host"]["saves"] == 3
+    engine.empty_pool()
+    engine.ask(C, B, A, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 3
+    assert (engine.tiers["host"]["hits"], engine.tiers["host"]["loads"]) == (3, 3)
+    engine.ask(A, name="hot")
+    engine.run()
+    assert engine.sources("hot") == ["hbm"]
+    assert not files(folder)
+    engine.check_no_leak()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": torch.bfloat16}, {"block_size": 32, "kernel_block_size": 16}, {"ranks": 2}, {"budget": 16}],
+    ids=str,
+)
+def test_host_memory_holds_any_shape(folder: Path, settings: dict[str, Any]) -> None:
+    engine = warmed(folder, A, B, C, extra=HOST_ONLY, **settings)
+    engine.empty_pool()
+    engine.ask(B, C, A, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 3
+    engine.check_no_leak()
+
+
+def test_what_is_loaded_from_disk_is_in_host_memory_from_then_on(folder: Path, order: dict[str, Any]) -> None:
+    warmed(folder, A, B, preamble=PREAMBLE)
+    engine = Engine(folder, extra=BOTH, **order)
+    engine.ask(A, B, preamble=PREAMBLE)
+    engine.run()
+    assert engine.sources() == ["disk"] * 2
+    engine.empty_pool()
+    engine.ask(B, A, preamble=PREAMBLE, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 2
+    assert engine.tiers["disk"]["loads"] == engine.tiers["host"]["loads"] == 3
+    engine.check_no_leak()
+
+
+def test_a_request_takes_each_chunk_from_where_it_is(folder: Path) -> None:
+    warmed(folder, A)
+    engine = Engine(folder, extra=BOTH)
+    engine.ask(B, name="to host memory")
+    engine.run()
+    engine.empty_pool()
+    engine.ask(C, name="to the pool")
+    engine.run()
+    engine.ask(A, B, C, list(range(420, 440)), name="mixed")
+    engine.run()
+    assert engine.sources("mixed") == ["disk", "host", "hbm", "computed"]
+    engine.check_no_leak()
+
+
+def test_host_memory_keeps_to_its_budget(folder: Path) -> None:
+    budget = (len(A) + len(B)) * ROW_BYTES + 1024
+    engine = Engine(folder, extra={"host_bytes": budget, "policy": "lru"})
+    chunks = [[100 + n] * 30 + list(range(n, n + 5)) for n in range(6)]
+    for n, chunk in enumerate(chunks):
+        engine.ask(chunk, name=f"{n}")
+        engine.run()
+        assert engine.tiers["host"]["bytes"] <= budget
+    assert engine.tiers["host"]["evictions"] == 4
+    engine.empty_pool()
+    engine.ask(chunks[5], chunks[0], name="again")
+    engine.run()
+    assert engine.sources("again") == ["host", "disk"]
+    engine.check_no_leak()
+
+
+def test_namespaces_do_not_share_host_memory(folder: Path) -> None:
+    engine = warmed(folder, A, extra=HOST_ONLY)
+    engine.empty_pool()
+    engine.ask(A, name="other", salt="tenant")
+    engine.run()
+    assert engine.sources("other") == ["computed"]
+    assert engine.tiers["host"]["chunks"] == 2
+
+
+def test_chunks_are_not_ready_and_blocks_not_free_before_a_copy_has_ended(
+    folder: Path, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device's copies outlast the step. Here they are made at once, and end when the test says so."""
+    engine = Engine(folder, extra=HOST_ONLY, **order)
+    gate = {"open": False}
+    ended = mover._Copying.ended
+    monkeypatch.setattr(mover._Copying, "ended", lambda self: ended(self) if gate["open"] else None)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+
+    def steps(count: int = 30) -> None:
+        for _ in range(count):
+            engine.step()
+
+    engine.ask(A)
+    steps()
+    assert engine.saves
+    assert not engine.reports, "the answer waits for the save"
+    assert all(pool.blocks[block].ref_cnt for block in engine.saves[0].block_ids)
+    assert engine.scheduler.has_requests(), "the engine goes on looking"
+    gate["open"] = True
+    engine.run()
+    assert engine.sources() == ["computed"]
+    assert not any(pool.blocks[block].ref_cnt for block in engine.saves[0].block_ids)
+    engine.empty_pool()
+    gate["open"] = False
+    engine.ask(A, name="again")
+    engine.ask(name="beside it")
+    steps()
+    assert "beside it" in engine.reports
+    assert "again" not in engine.reports
+    gate["open"] = True
+    engine.run()
+    assert engine.sources("again") == ["host"]
+    engine.check_no_leak()
+
+
+def test_an_answer_waits_until_what_was_computed_for_it_is_on_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder, extra=BOTH)
+    may_write = threading.Event()
+    write = disk._write
+
+    def slowly(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(disk, "_write", slowly)
+    engine.ask(A)
+    for _ in range(30):
+        engine.step()
+    assert not engine.reports
+    may_write.set()
+    engine.run()
+    assert len(files(folder)) == 1
+    engine.check_no_leak()
+
+
+# ---------------------------------------------------------------- failures with host memory
+
+
+def test_a_full_disk_leaves_host_memory_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folder, extra=BOTH)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "_write", full)
+    engine.ask(A, B)
+    engine.run()
+    assert engine.sources() == ["computed"] * 2
+    engine.empty_pool()
+    engine.ask(A, B, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 2
+    assert not files(folder)
+    engine.check_no_leak()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damage_that_is_found_on_the_way_to_host_memory_stays_out_of_it(folder: Path, ranks: int) -> None:
+    warmed(folder, A, B, ranks=ranks)
+    flip(files(folder)[0], -1)
+    engine = Engine(folder, extra=BOTH, ranks=ranks)
+    engine.ask(A, B)
+    engine.run()
+    assert sorted(engine.sources()) == ["computed", "disk"]
+    engine.empty_pool()
+    engine.ask(B, A, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 2
+    engine.check_no_leak()
+
+
+def test_a_file_that_vanishes_before_its_load_gives_its_place_back(
+    folder: Path, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed(folder, A, B)
+    engine = Engine(folder, extra=BOTH, **order)
+    vanish(engine, monkeypatch)
+    engine.ask(A, B, name="one")
+    engine.ask(B, A, name="two")
+    engine.run()
+    assert engine.sources("one") == ["computed"] * 2
+    assert engine.tiers["disk"]["failures"] == 2
+    assert engine.tiers["host"]["chunks"] == 2, "what was computed instead"
+    engine.check_no_leak()
+
+
+# ---------------------------------------------------------------- load or compute
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize(("rate", "source"), [(1e12, None), (1.0, "computed")], ids=["fast", "slow"])
+def test_a_chunk_is_loaded_where_that_is_faster_than_computing_it(
+    folder: Path, tier: str, rate: float, source: str | None
+) -> None:
+    engine = warmed(folder, A, extra={**BOTH, "speeds": {tier: rate, "compute": 1e6}})
+    if tier == "disk":
+        engine.scheduler.connector.reset_cache()
+    engine.empty_pool()
+    engine.ask(A, name="again")
+    engine.run()
+    assert engine.sources("again") == [source or tier]
+    assert engine.tiers[tier]["skipped"] == (source is not None)
+
+
+# ---------------------------------------------------------------- prefetch
+
+
+def test_prefetched_chunks_are_in_the_pool_when_their_request_comes(folder: Path, order: dict[str, Any]) -> None:
+    warmed(folder, A, B)
+    engine = Engine(folder, extra=BOTH, **order)
+    engine.operate(control.PREFETCH, A, B, C)
+    engine.run()
+    engine.operate(control.PREFETCH, B, A, name="resident already")
+    loads = len(engine.loads)
+    engine.ask(B, A, C)
+    engine.run()
+    assert engine.sources() == ["hbm", "hbm", "computed"], "nothing is computed for a prefetch"
+    assert len(engine.loads) == loads == 2
+    assert dict(engine.scheduler._prefetches) == {"asked": 5, "used": 2, "late": 0, "wasted": 0}
+    engine.check_no_leak()
+
+
+def test_a_request_that_comes_meanwhile_shares_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed(folder, A)
+    engine = Engine(folder, extra=BOTH)
+    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        assert may_read.wait(30)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    engine.operate(control.PREFETCH, A)
+    engine.ask(A)
+    engine.step()
+    may_read.set()
+    engine.run()
+    assert engine.sources() == ["hbm"]
+    assert len(engine.loads) == 1
+    assert engine.scheduler._prefetches["late"] == 1
+    engine.check_no_leak()
+
+
+def test_what_was_prefetched_for_nobody_is_counted(folder: Path) -> None:
+    engine = warmed(folder, A, extra=HOST_ONLY)
+    engine.empty_pool()
+    engine.operate(control.PREFETCH, A)
+    engine.run()
+    engine.empty_pool()
+    engine.ask(A, name="too late")
+    engine.run()
+    assert engine.sources("too late") == ["host"]
+    assert engine.scheduler._prefetches["wasted"] == 1
+
+
+def test_a_prefetch_takes_no_block_that_a_waiting_request_needs(folder: Path) -> None:
+    """It goes to host memory then."""
+    warmed(folder, A, B)
+    engine = Engine(folder, extra=BOTH, budget=16)
+    long = [list(range(n, n + 190)) for n in (0, 200, 100, 300, 10, 210, 110, 290)]
+    engine.ask(*long[:4], name="large")
+    engine.ask(*long[4:], name="waits")
+    engine.operate(control.PREFETCH, A, B)
+    assert not engine.loads
+    engine.run()
+    assert engine.tiers["host"]["chunks"] >= 2
+    engine.empty_pool()
+    engine.ask(A, B, name="again")
+    engine.run()
+    assert engine.sources("again") == ["host"] * 2
+    engine.check_no_leak()
+
+
+def test_a_damaged_file_is_no_harm_to_a_prefetch(folder: Path) -> None:
+    warmed(folder, A, B)
+    flip(files(folder)[0], -1)
+    engine = Engine(folder, extra=BOTH)
+    engine.operate(control.PREFETCH, A, B)
+    engine.run()
+    engine.ask(A, B)
+    engine.run()
+    assert sorted(engine.sources()) == ["computed", "hbm"]
+    engine.check_no_leak()
+
+
+# ---------------------------------------------------------------- forget, and keep
+
+
+def blocks_of(engine: Engine, *chunks: list[int]) -> list[int]:
+    """The blocks that hold chunks now."""
+    found = []
+    for child in engine.loads + engine.saves:
+        found += child.block_ids
+    return sorted(set(found))
+
+
+def test_a_forgotten_chunk_is_in_no_tier(folder: Path, order: dict[str, Any]) -> None:
+    engine = warmed(folder, A, B, extra=BOTH, **order)
+    blocks = blocks_of(engine, A, B)
+    (worker,) = engine.workers
+    memory = worker.connector._mover._memory
+    assert len(files(folder)) == 2
+    assert memory.at(0, 1 << 20).any()
+    engine.operate(control.FORGET, [*A, 7, 8, 9], B, name="gone, and a head of what is gone")
+    engine.run()
+    assert files(folder) == []
+    assert engine.tiers["host"]["chunks"] == engine.tiers["host"]["bytes"] == 0
+    assert not memory.at(0, 1 << 20).any(), "host memory is cleared"
+    for layer in LAYERS:
+        assert not worker.caches[layer][blocks].any(), "blocks are wiped"
+    engine.ask(A, B, name="again")
+    engine.run()
+    assert engine.sources("again") == ["computed"] * 2
+    engine.check_no_leak()
+
+
+def test_other_chunks_and_other_tenants_keep_theirs(folder: Path) -> None:
+    engine = warmed(folder, A, B, extra=BOTH)
+    engine.ask(A, name="tenant", salt="tenant")
+    engine.run()
+    engine.operate(control.FORGET, A)
+    engine.ask(A, B, name="mine")
+    engine.ask(A, name="theirs", salt="tenant")
+    engine.run()
+    assert engine.sources("mine") == ["computed", "hbm"]
+    assert engine.sources("theirs") == ["hbm"]
+    engine.operate(control.FORGET, A, salt="tenant", name="theirs, too")
+    engine.empty_pool()
+    engine.ask(A, B, name="mine again")
+    engine.ask(A, name="theirs again", salt="tenant")
+    engine.run()
+    assert engine.sources("mine again") == ["host"] * 2
+    assert engine.sources("theirs again") == ["computed"]
+
+
+def test_a_chunk_that_is_forgotten_while_it_is_computed_or_copied_is_gone_afterwards(
+    folder: Path, order: dict[str, Any]
+) -> None:
+    engine = Engine(folder, extra=BOTH, budget=16, **order)
+    engine.ask(A)
+    engine.step()
+    engine.operate(control.FORGET, A)
+    engine.run()
+    assert engine.sources() == ["computed"], "the request itself is served"
+    assert files(folder) == []
+    assert engine.tiers["host"]["chunks"] == 0
+    engine.ask(A, name="again")
+    engine.run()
+    assert engine.sources("again") == ["computed"]
+    engine.check_no_leak()
+
+
+def test_blocks_in_use_are_wiped_when_they_are_free(folder: Path) -> None:
+    engine = Engine(folder, extra=BOTH)
+    engine.ask(A)
+    while "r" not in engine.computed:
+        engine.step()
+    engine.operate(control.FORGET, A)
+    engine.run()
+    engine.ask(name="another step")
+    engine.run()
+    (worker,) = engine.workers
+    blocks = blocks_of(engine, A)
+    used = [block for block in blocks if engine.scheduler.kv_cache_manager.block_pool.blocks[block].block_hash]
+    for layer in LAYERS:
+        assert not worker.caches[layer][[block for block in blocks if block not in used]].nan_to_num(0).any()
+
+
+def test_pinned_chunks_outlast_a_flood(folder: Path) -> None:
+    budget = 3 * len(A) * ROW_BYTES
+    engine = Engine(folder, extra={"host_bytes": budget, "policy": "lru"})
+    engine.operate(control.PIN, A, name="pin")
+    flood = [[100 + n] * 40 for n in range(8)]
+    for n, chunk in enumerate([A, *flood]):
+        engine.ask(chunk, name=f"{n}")
+        engine.run()
+    engine.empty_pool()
+    engine.ask(A, flood[0], name="kept")
+    engine.run()
+    assert engine.sources("kept") == ["host", "disk"]
+    engine.operate(control.UNPIN, A, name="unpin")
+    for n, chunk in enumerate(flood[1:]):
+        engine.ask(chunk, name=f"again {n}")
+        engine.run()
+        engine.empty_pool()
+    engine.ask(A, name="gone")
+    engine.run()
+    assert engine.sources("gone") == ["disk"]
+
+
+def test_pinned_chunks_are_not_evicted_from_disk(folder: Path) -> None:
+    size = warmed(folder, A) and files(folder)[0].stat().st_size
+    engine = Engine(folder, extra={"budget_bytes": 3 * size})
+    engine.operate(control.PIN, A, name="pin")
+    for n in range(8):
+        engine.ask([100 + n] * 40, name=f"{n}")
+        engine.run()
+    engine.empty_pool()
+    engine.ask(A, name="kept")
+    engine.run()
+    assert engine.sources("kept") == ["disk"]
+
+
+def test_answers_say_how_the_tiers_are(folder: Path) -> None:
+    engine = warmed(folder, A, extra=BOTH)
+    tiers = engine.reports["r"][control.TIERS]
+    assert {tier: tuple(counters) for tier, counters in tiers.items()} == dict.fromkeys(
+        ("hbm", "host", "disk"), TIER_COUNTERS
+    )
+    assert (tiers["host"]["saves"], tiers["disk"]["saves"]) == (1, 1)
+    assert tiers["hbm"]["saves"] == 1
+    assert tuple(engine.reports["r"][control.PREFETCHED]) == PREFETCH_COUNTERS
+
+
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("missing", ["root", "fingerprint"])
-def test_an_incomplete_configuration_is_refused(folder: Path, missing: str) -> None:
-    with pytest.raises(ConfigError, match=missing):
-        Engine(folder, extra={missing: None})
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [({"root": None}, "root"), ({"fingerprint": None}, "fingerprint"), ({"host_bytes": 9, "policy": "x"}, "policy")],
+    ids=str,
+)
+def test_an_incomplete_configuration_is_refused(folder: Path, extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Engine(folder, extra=extra)
 
 
 def test_a_second_engine_in_the_process_is_refused(folder: Path) -> None:

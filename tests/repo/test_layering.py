@@ -35,6 +35,7 @@ RANKS = (
         "lazyrag.anchors",
         "lazyrag.backend.wire",
         "lazyrag.backend.contents",
+        "lazyrag.backend.control",
         "lazyrag.backend.layout",
         "lazyrag.backend.hashing",
         "lazyrag.backend.engine",
@@ -95,6 +96,7 @@ ONLY_IMPORTED_BY = {
         "lazyrag.backend.plugin",
         "lazyrag.backend.local",
         "lazyrag.backend.tiers.connector",
+        "lazyrag.backend.tiers.transfers",
         "lazyrag.bench.child",
         # An arm of the benchmark with a scheduler of its own.
         "lazyrag.bench.materialize",
@@ -102,6 +104,8 @@ ONLY_IMPORTED_BY = {
     "torch": (
         "lazyrag.backend.plugin",
         "lazyrag.backend.tiers.connector",
+        "lazyrag.backend.tiers.host",
+        "lazyrag.backend.tiers.mover",
         "lazyrag.kernels",
         "lazyrag.retrievers.embed",
         "lazyrag.deviation",

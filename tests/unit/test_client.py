@@ -38,7 +38,7 @@ from lazyrag.ingest import Summary
 from lazyrag.plan import default_sink
 from lazyrag.retrievers.store import Store
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import COMPUTED, HBM, Document, Reuse
+from lazyrag.types import COMPUTED, HBM, ChunkId, Document, Reuse, chunk_id
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -635,6 +635,67 @@ async def test_search_finds_the_nearest_with_its_place(connect: Connect) -> None
     hits = rag.search(B, 1)
     assert [(hit.chunk.text, hit.chunk.source) for hit in hits] == [(B, "doc1.txt")]
     assert await rag.asearch(B, 1) == hits
+
+
+def prefetched(engine: FakeEngine) -> list[tuple[str, int, list[ChunkId]]]:
+    """Namespace, length of the preamble and chunks of each prefetch."""
+    return [(r.namespace, r.prefix_len, [s.chunk_id for s in r.segments]) for r in engine.prefetched]
+
+
+def test_what_is_retrieved_is_prefetched(connect: Connect) -> None:
+    rag, engine = connect(store="kb", namespace="tenant")
+    shelve(rag, A, B, "Short.")
+    hits = rag.search("river stone", 3)
+    (found,) = prefetched(engine)
+    assert found[:2] == ("tenant", 0)
+    assert found[2] == [hit.chunk.id for hit in hits if hit.chunk.text != "Short."], "what is computed in place is not"
+    rag.prefetch(["no such chunk"])
+    assert len(engine.prefetched) == 1
+
+
+def test_a_prefetch_is_behind_the_preamble(connect: Connect) -> None:
+    rag, engine = connect(store="kb", mode="lazy-prefix", preamble="Answer briefly.")
+    shelve(rag, A)
+    rag.search("river", 1)
+    rag.generate([[Message("system", "Answer briefly."), Message("user", f"{A}\n\nWhy?")]])
+    ((_, prefix_len, (chunk,)),) = prefetched(engine)
+    assert prefix_len == engine.requests[-1].prefix_len > 0
+    assert chunk == engine.requests[-1].segments[0].chunk_id
+    sent, asked = engine.requests[-1].token_ids, engine.prefetched[-1].token_ids
+    assert list(sent[:prefix_len]) == list(asked[:prefix_len])
+
+
+def test_a_search_starts_no_engine_and_finds_one_that_runs(started: list[FakeEngine], model: Path) -> None:
+    rag = LazyRAG(model=str(model), store="kb")
+    shelve(rag, A)
+    rag.search("river", 1)
+    assert started == []
+    LazyRAG(model=str(model), store="kb").generate(["Hello?"])
+    rag.search("river", 1)
+    assert len(prefetched(started[0])) == 1
+
+
+def test_deleted_chunks_are_forgotten_by_the_engine(connect: Connect) -> None:
+    rag, engine = connect(store="kb")
+    shelve(rag, A, B, warm=True)
+    assert sources(rag, prompt_of(A, B)) == (HBM, HBM)
+    rag.delete(["doc0"])
+    rag.register([A])
+    assert sources(rag, prompt_of(A, B)) == (COMPUTED, HBM)
+    engine.close()
+    rag.delete(["doc1"])  # an engine that is gone has forgotten everything
+
+
+def test_pins_reach_the_engine_and_the_next_one(connect: Connect, started: list[FakeEngine], model: Path) -> None:
+    rag, engine = connect(store="kb")
+    shelve(rag, A, B)
+    assert rag.pin(["doc0"]) == 1
+    pinned = {("", tuple(rag.library.tokens(chunk_id(A))))}
+    assert engine.pinned == pinned
+    LazyRAG(model=str(model), store="kb").generate(["Hello?"])
+    assert started[0].pinned == pinned
+    assert rag.pin(["doc0"], pinned=False) == 1
+    assert engine.pinned == set()
 
 
 def test_query_answers_from_the_store_and_cites(connect: Connect) -> None:

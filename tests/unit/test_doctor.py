@@ -150,6 +150,15 @@ def test_a_damaged_store_is_a_failure(tmp_path: Path) -> None:
     assert rows(Config(store=tmp_path))["store"].status == "fail"
 
 
+def test_the_tiers_are_shown_with_their_budgets(tmp_path: Path) -> None:
+    found = rows(Config(store=tmp_path, kv_host_bytes=1 << 30, kv_disk_bytes=5 << 30, tier_policy="lru"))["tiers"]
+    assert found.status == "ok"
+    assert found.found == "pool as the engine chooses, host memory 1.0 GiB (lru), disk 5.0 GiB"
+    assert rows(Config())["tiers"].found.endswith("host memory none (cost), disk none")
+    assert "tiers" not in rows(Config(mode="exact"))
+    assert rows(Config(kv_host_bytes=1 << 55))["tiers"].status == "warn"
+
+
 # ---------------------------------------------------------------- full
 
 

@@ -6,12 +6,24 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 
-from lazyrag.backend.engine import Delta, Event, Request, Sampling, generate, stream, warm
+from lazyrag.backend.engine import (
+    PREFETCH_COUNTERS,
+    TIER_COUNTERS,
+    Delta,
+    Event,
+    Request,
+    Sampling,
+    generate,
+    prefetch_requests,
+    stream,
+    warm,
+)
 from lazyrag.backend.fake import FakeEngine, words
 from lazyrag.errors import CapacityError, ContextOverflowError, EngineDeadError, RequestError
 from lazyrag.types import COMPUTED, HBM, Segment
@@ -193,7 +205,45 @@ def test_stats_add_up_over_finished_requests(engine: FakeEngine) -> None:
     run(engine, lazy(A, (1,)), lazy(A, (1,)))
     prompt = 2 * (len(A) + 1)
     expected = {"requests": 2, "prompt_tokens": prompt, "reused_tokens": len(A), "hbm": 1, "disk": 0, "computed": 1}
-    assert engine.stats() == expected
+    stats = engine.stats()
+    assert stats | expected == stats
+    assert {tuple(counters) for counters in stats["tiers"].values()} == {TIER_COUNTERS}
+    assert tuple(stats["prefetch"]) == PREFETCH_COUNTERS
+
+
+def test_a_forgotten_chunk_is_computed_again(engine: FakeEngine) -> None:
+    run(engine, lazy(A, (1,)))
+    engine.forget([("b", B)])
+    assert run(engine, lazy(A, (1,)))[0].reuse.sources == (HBM,)
+    engine.forget([("a", A)], namespace="another")
+    assert run(engine, lazy(A, (1,)))[0].reuse.sources == (HBM,)
+    engine.forget([("a", A)])
+    assert run(engine, lazy(A, (1,)))[0].reuse.sources == (COMPUTED,)
+
+
+def test_what_is_prefetched_and_pinned_is_shown(engine: FakeEngine) -> None:
+    engine.prefetch([("a", A), ("b", B), ("a", A)], prefix=(7, 8), namespace="n")
+    (request,) = engine.prefetched
+    assert (request.namespace, request.prefix_len) == ("n", 2)
+    assert [segment.num_tokens for segment in request.segments] == [len(A), len(B)]
+    assert engine.stats()["prefetch"]["asked"] == 2
+    engine.pin([("a", A), ("b", B)])
+    engine.unpin([("b", B)])
+    assert engine.pinned == {("", tuple(A))}
+    engine.close()
+    engine.prefetch([("a", A)])
+    with pytest.raises(EngineDeadError):
+        engine.pin([("a", A)])
+
+
+def test_chunks_to_prefetch_are_spread_over_requests_that_fit(engine: FakeEngine) -> None:
+    info = replace(engine.info, max_model_len=64, block_size=16)
+    chunks = [("a", range(20)), ("b", range(1, 15)), ("c", range(30)), ("too long", range(64)), ("none", ())]
+    requests = prefetch_requests(chunks, (), (), "", info)
+    assert [[s.chunk_id for s in request.segments] for request in requests] == [["a", "b"], ["c"]]
+    for request in requests:
+        padded = sum(-(-s.num_tokens // 16) * 16 for s in request.segments)
+        assert padded + 1 < info.max_model_len
 
 
 def test_a_prompt_that_fills_the_context_is_refused(folder: Path) -> None:

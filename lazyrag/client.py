@@ -897,7 +897,7 @@ class LazyRAG:
         if self._engine is not None:
             return self._engine
         with suppress(ConfigError):  # without a model nothing can be running
-            return _engines.get(_engine_key(self.config, self.model))
+            return _engines.get(_engine_key(self.engine_config, self.model))
         return None
 
     async def asearch(self, query: str, k: int = 4) -> list[Hit]:

@@ -22,7 +22,7 @@ MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", Path(__file__).parents[2] / ".
 MAY_BE_LOST = Bound(most=0.75)
 """Of what the passages add: this model was not tuned for chunks, and loses much when all is well."""
 
-CODES = {"red": "4711", "green": "9064", "blue": "3582", "yellow": "7239", "white": "1870", "brown": "6425"}
+CODES = {"red": "4711", "green": "9064", "blue": "3582", "yellow": "7239"}
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +48,9 @@ class Seam:
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
         spans = [Span(s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in request.segments]
         extra = wire.spans_to_args(spans, request.prefix_len, request.sink)
-        # Without a tokenizer of its own the engine cannot look for texts.
-        params = local.sampling_params(replace(request, sampling=replace(request.sampling, stop=())), extra)
+        # Without a tokenizer of its own the engine cannot look for texts; and what it goes on to say is not asked.
+        sampling = replace(request.sampling, stop=(), max_tokens=min(request.sampling.max_tokens, 2))
+        params = local.sampling_params(replace(request, sampling=sampling), extra)
         prompt = {"prompt_token_ids": list(request.token_ids)}
         (output,) = self._llm.generate([prompt], params, use_tqdm=False)
         found = local.delta(output.outputs[0], ttft_s=0.0)
@@ -77,20 +78,21 @@ def questions() -> list[Question]:
     ]
 
 
-def run(engine):
+def run(engine, out):
     return calibrate(
         Settings(str(MODEL)),
         MODEL,
         questions(),
         modes=["lazy"],
         bound=MAY_BE_LOST,
+        out=out,
         start=lambda settings, folder: Seam(engine, settings.mode),
     )
 
 
 @pytest.mark.parametrize("engine", [Config("real")], ids=str, indirect=True)
-def test_a_fault_planted_in_attention_ends_in_exact_with_the_reason(engine, monkeypatch):
-    healthy, before = run(engine)
+def test_a_fault_planted_in_attention_ends_in_exact_with_the_reason(engine, monkeypatch, tmp_path):
+    healthy, result = run(engine, tmp_path / "healthy.json")
     assert healthy.mode == "lazy", healthy.why
 
     whole = sdpa._attend_tiles
@@ -101,8 +103,9 @@ def test_a_fault_planted_in_attention_ends_in_exact_with_the_reason(engine, monk
         return out if tiles.turn is None else out * 0, lse
 
     monkeypatch.setattr(sdpa, "_attend_tiles", without_values)
-    broken, after = run(engine)
+    del result.arms["lazy"]  # what full attention answers is known, and needs no chunks
+    result.save(tmp_path / "broken.json")
+    broken, _ = run(engine, tmp_path / "broken.json")
     assert broken.mode == "exact"
     assert "lazy loses" in broken.why
     assert "more than 75.0%" in broken.why
-    assert after.score("exact").logprob == before.score("exact").logprob, "full attention was left alone"

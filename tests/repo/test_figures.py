@@ -76,3 +76,24 @@ def test_the_readmes_quality_is_that_of_the_measured_replies(root: Path) -> None
     assert f"| exact | 100% | 100% | {full.f1.value:.1%} |\n" in readme
     assert f"add {result.benefit.value:.2f} nats a token" in readme
     assert f"{len(result.arms[FULL].replies)} questions" in readme
+
+
+def test_the_readmes_figures_of_finding_chunks_are_the_measured_ones(root: Path) -> None:
+    result = json.loads((root / "lazyrag/bench/results/segment.json").read_text(encoding="utf-8"))
+    assert result["machine"]["commit"] not in ("", "unknown")
+    assert not result["machine"]["commit"].endswith("-dirty")
+    assert {"numpy", "daachorse"} <= result["machine"]["versions"].keys()
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    prose = " ".join(readme.split())
+    by_corpus: dict[str, dict[str, dict[str, float]]] = {}
+    for row in result["rows"]:
+        by_corpus.setdefault(row["corpus"], {})[row["arm"]] = row
+    for corpus, rows in by_corpus.items():
+        ours = rows["lazyrag"]
+        medians = [rows[arm]["p50"] for arm in rows if arm != "lazyrag"]
+        cells = " | ".join(f"{ms:.2f}" for ms in (ours["p50"], ours["p99"], *medians))
+        assert f"| {result['costs'][corpus]['chunks']:,}, {corpus} | {cells} |\n" in readme
+    costs = result["costs"]["ordinary"]
+    assert f"the index takes {costs['index_bytes'] / 1e6:.0f} MB and {costs['build_s']:.0f} s to make" in prose
+    add = [seconds / costs["build_s"] for seconds in costs["add_s"]]
+    assert f"adding 1000 chunks takes {fmean(add):.1%} of the making on average, {max(add):.1%} at most" in prose

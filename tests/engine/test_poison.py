@@ -17,17 +17,18 @@ def free_blocks(engine):
     return torch.tensor([b.block_id for b in pool.blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null])
 
 
-@pytest.mark.parametrize("prefix_len", [0, 19], ids=["alone", "behind-19"])
-def test_poison_is_never_read(engine, prefix_len):
-    text = Text(3 + prefix_len)
+@pytest.mark.parametrize(("kind", "length"), [("prefix", 0), ("prefix", 19), ("sink", 4)])
+def test_poison_is_never_read(engine, kind, length):
+    text = Text(3 + length)
     a, b, c, one = Use(text(37)), Use(text(64)), Use(text(5)), Use(text(1))
-    prefix, question = text(prefix_len), text(21)
+    behind, question = {kind: text(length)}, text(21)
     ordinary = Prompt([text(45)])
     rounds = [
-        [Prompt([text(11), a, text(5), b, c, question], prefix)],
-        [Prompt([c, text(1), a, text(3), a, one, question], prefix), ordinary],
-        [Prompt([one, b, text(2)], prefix), Prompt([a, c, text(30)], prefix), Prompt([text(3)])],
-        [Prompt([text(2) + a.chunk[:16], Use(a.chunk, offset=16), text(4)], prefix)],
+        [Prompt([text(11), a, text(5), b, c, question], **behind)],
+        [Prompt([c, text(1), a, text(3), a, one, question], **behind), ordinary],
+        [Prompt([one, b, text(2)], **behind), Prompt([a, c, text(30)], **behind), Prompt([text(3)])],
+        [Prompt([text(2) + a.chunk[:16], Use(a.chunk, offset=16), text(4)], **behind)],
+        [Prompt([text(2), Use(b.chunk, 0, 16, whole=True), b.chunk[16:48], Use(b.chunk, 48), question], **behind)],
     ]
     for prompts in rounds:
         engine.worker.poison_blocks(free_blocks(engine))

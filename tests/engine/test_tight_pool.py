@@ -31,15 +31,17 @@ def preemptions(engine, monkeypatch):
 def test_answers_stay_right_while_requests_preempt_and_evict_each_other(engine, preemptions):
     draw, text = random.Random(0), Text(7)
     chunks = [Use(text(draw.randint(1, 120))) for _ in range(30)]
-    preambles = [[], text(19), text(32)]
+    behind = [{}, {"prefix": text(19)}, {"prefix": text(32)}, {"sink": text(4)}, {"sink": text(16)}]
     for _ in range(3):
         prompts = []
         for i in range(8):
             parts = []
             for chunk in draw.choices(chunks, k=draw.randint(0, 4)):
-                parts += [text(draw.randint(1, 20)), chunk] if draw.random() < 0.7 else [chunk]
+                parts += [text(draw.randint(1, 20))] if draw.random() < 0.7 else []
+                in_part = len(chunk.chunk) > 16 and draw.random() < 0.3
+                parts += [chunk.chunk[:16], Use(chunk.chunk, 16, whole=True)] if in_part else [chunk]
             question = text(draw.randint(1, 50))
-            prompts.append(Prompt([*parts, question], preambles[i % 3], draw.choice(["", "", "tenant"])))
+            prompts.append(Prompt([*parts, question], **behind[i % 5], salt=draw.choice(["", "", "tenant"])))
         engine.check(*prompts, max_tokens=50)
     assert preemptions, "the pool was meant to be too small"
 

@@ -370,6 +370,7 @@ class LazyMixin(compat.Gate):
                 self.connector.fetch(request)
                 continue
             self._add_child(child, request, behind_first)
+            self.connector.load_early(request)
             if index >= lazy.num_preamble:
                 self._prefetched[child.key] = None
             while len(self._prefetched) > _MOST_PREFETCHED:

@@ -138,6 +138,8 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         self._pinned: frozenset[str] = frozenset()
         self._doomed: set[str] = set()
         """Children whose chunk is not to be kept."""
+        self._early: set[str] = set()
+        """Children whose chunk is loaded even where computing is faster: nobody waits for them yet."""
         self._numbers = count()
         self._jobs: dict[int, _Job] = {}
         self._copied: list[int] = []
@@ -169,7 +171,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         if self._shelf is not None and (place := self._shelf.find(key)) is not None and not place.is_ready:
             return None, False
         tier = self._tier_of(key)
-        if tier is None or not self._is_loading_faster(tier, child):
+        if tier is None or (request.request_id not in self._early and not self._is_loading_faster(tier, child)):
             return 0, False
         return end - num_computed_tokens, True
 
@@ -214,6 +216,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a child. Its blocks are free to go: the scheduler holds those of saves."""
         self._children.pop(request.request_id, None)
         self._doomed.discard(request.request_id)
+        self._early.discard(request.request_id)
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -257,6 +260,10 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         if self._shelf is not None and self._shelf.find(key) is not None:
             return HOST
         return self._tier_of(key)
+
+    def load_early(self, request: Request) -> None:
+        """Load this child's chunk, whatever is faster: nobody waits for it yet."""
+        self._early.add(request.request_id)
 
     def fetch(self, request: Request) -> None:
         """Bring a child's chunk from disk to host memory, if it is worth its place there."""

@@ -898,7 +898,7 @@ def test_a_file_that_vanishes_before_its_load_gives_its_place_back(
 def test_a_chunk_is_loaded_where_that_is_faster_than_computing_it(
     folder: Path, tier: str, rate: float, source: str | None
 ) -> None:
-    engine = warmed(folder, A, extra={**BOTH, "speeds": {tier: rate, "compute": 1e6}})
+    engine = warmed(folder, A, extra={**BOTH, "speeds": {tier: rate, "compute": 1e3}})
     if tier == "disk":
         engine.scheduler.connector.reset_cache()
     engine.empty_pool()
@@ -923,6 +923,19 @@ def test_prefetched_chunks_are_in_the_pool_when_their_request_comes(folder: Path
     assert engine.sources() == ["hbm", "hbm", "computed"], "nothing is computed for a prefetch"
     assert len(engine.loads) == loads == 2
     assert dict(engine.scheduler._prefetches) == {"asked": 5, "used": 2, "late": 0, "wasted": 0}
+    engine.check_no_leak()
+
+
+def test_a_prefetch_loads_where_computing_would_be_faster(folder: Path) -> None:
+    """It costs nobody time, and a prefetch computes nothing."""
+    engine = warmed(folder, A, extra={**BOTH, "speeds": {"host": 1.0, "disk": 1.0, "compute": 1e6}})
+    engine.empty_pool()
+    engine.operate(control.PREFETCH, A)
+    engine.run()
+    assert len(engine.loads) == 1
+    engine.ask(A, name="later")
+    engine.run()
+    assert engine.sources("later") == ["hbm"]
     engine.check_no_leak()
 
 

@@ -179,7 +179,8 @@ class Engine(Protocol):
     def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
         """Drop the KV of chunks from every tier, whatever it was computed behind; in memory, of their heads, too.
 
-        When this returns no later request finds it. What held it in memory is wiped as soon as no request uses it.
+        When this returns no later request finds it. What held it in memory is wiped as soon as no request uses it. A
+        request in flight that still lacks one computes it, and keeps it, anew.
         Heads on disk may be chunks of their own: that is for the store to know. Raises as `pin`.
         """
         ...

@@ -1052,17 +1052,28 @@ def test_other_chunks_and_other_tenants_keep_theirs(folder: Path) -> None:
     assert engine.sources("theirs again") == ["computed"]
 
 
-def test_a_chunk_that_is_forgotten_while_it_is_computed_or_copied_is_gone_afterwards(
-    folder: Path, order: dict[str, Any]
+def test_a_chunk_that_is_forgotten_on_its_way_arrives_nowhere(
+    folder: Path, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(folder, extra=BOTH, budget=16, **order)
-    engine.ask(A)
-    engine.step()
-    engine.operate(control.FORGET, A)
+    warmed(folder, A)
+    engine = Engine(folder, extra=BOTH, **order)
+    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        data = load(*args, **kwargs)
+        assert may_read.wait(30)
+        return data
+
+    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    engine.operate(control.PREFETCH, A)
+    while not engine.loads:
+        engine.step()
+    time.sleep(0.2)  # the file is read
+    engine.operate(control.FORGET, A, name="forget")
+    may_read.set()
     engine.run()
-    assert engine.sources() == ["computed"], "the request itself is served"
     assert files(folder) == []
-    assert engine.tiers["host"]["chunks"] == 0
+    assert engine.tiers["host"]["chunks"] == engine.tiers["host"]["bytes"] == 0
     engine.ask(A, name="again")
     engine.run()
     assert engine.sources("again") == ["computed"]

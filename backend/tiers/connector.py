@@ -348,7 +348,6 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
                 "budget": self.disk.budget_bytes or 0,
                 "saves": self.counters["saved"],
                 "evictions": self.counters["evicted"],
-                "failures": self.counters["damaged"],
             }
         return tiers
 

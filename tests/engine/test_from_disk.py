@@ -111,7 +111,8 @@ def test_a_new_engine_answers_from_the_disk(
         # The last chunk, whole on disk, with its first block and another one computed in their places.
         last = chunks[3].chunk
         in_part = [last[:16], Use(last, 16, 32, whole=True), last[48:64], Use(last, 64, whole=True)]
-        reordered = Prompt([*in_part, text(2), chunks[0], chunks[1], q], **behind)
+        # Not at the start, where its first block would be found as what it is: the beginning of a prompt.
+        reordered = Prompt([text(2), *in_part, text(2), chunks[0], chunks[1], q], **behind)
         again = Prompt([text(4), chunks[1], r], **behind)
         answers = ask(engine, reordered, again)
         for prompt, answer in zip((reordered, again), answers, strict=True):

@@ -55,7 +55,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
         if config.kv_dir is not None:  # what an engine leaves there tells the next ingest what need not be computed
             folder = config.kv_dir / ("0" * 16) / ("0" * 16) / "00"
             folder.mkdir(parents=True, exist_ok=True)
-            for number in range(8):
+            for number in range(64):
                 (folder / f"{number}.safetensors").touch()
         return started[-1]
 

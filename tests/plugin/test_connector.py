@@ -871,7 +871,10 @@ def test_damage_that_is_found_on_the_way_to_host_memory_stays_out_of_it(folder: 
     engine.empty_pool()
     engine.ask(B, A, name="again")
     engine.run()
-    assert engine.sources("again") == ["host"] * 2
+    of_b, of_a = engine.sources("again")
+    assert of_a == "host", "what was computed instead of the damaged file"
+    # With several ranks, the load that failed may have ended B's before each had confirmed its place.
+    assert of_b == "host" or (ranks > 1 and of_b == "disk")
     engine.check_no_leak()
 
 

@@ -32,12 +32,12 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         dtype="float32",
         max_model_len=1024,
         block_size=16,
-        kv_cache_bytes=70 * 16 * 1536,
         kv_root=tmp_path_factory.mktemp("kv"),
         kv_host_bytes=8 << 20,
         debug=True,
         engine_args={
             "skip_tokenizer_init": True,
+            "num_gpu_blocks_override": 70,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 8,
             "worker_cls": "poison.PoisonedWorker",

@@ -57,6 +57,7 @@ TENANTS = ("a", "b")
 SETTINGS = """\
 model = "{model}"
 embedder = "hash"
+mode = "lazy"
 dtype = "float32"
 block_size = {block_size}
 max_model_len = 1024
@@ -311,7 +312,7 @@ class Judge:
         assert cited == asked.cited.keys()
         assert {chunk_id(text) for text in asked.known} <= cited, "a document that is there was not found"
         assert not {chunk_id(text) for text in asked.unknown} & cited, "a text that is nobody's document was found"
-        rag = LazyRAG(model=str(self._model), engine=self._engine, block_size=BLOCK_SIZE)
+        rag = LazyRAG(model=str(self._model), engine=self._engine, mode="lazy", block_size=BLOCK_SIZE)
         rag.register(texts)
         plan = rag.plan("".join(asked.parts))
         parts = [Use(list(p.token_ids)) if p.reuse else list(p.token_ids) for p in plan.pieces]

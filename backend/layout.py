@@ -28,7 +28,6 @@ A chunk may be used in several segments, with literals where its other blocks wo
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -272,8 +271,3 @@ def lay_out_parts(
     layout = Layout(block_size, tuple(segments), len(head) // block_size)
     head += literals
     return layout, head
-
-
-def num_visible(layout: Layout, j: int) -> int:
-    """How many of the layout's visible segments (a prefix of the list) suffix token j sees."""
-    return bisect_right([s.visible_from for s in layout.visible], j)

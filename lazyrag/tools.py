@@ -462,7 +462,7 @@ class Reader:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: brackets without end
         return None
 
 

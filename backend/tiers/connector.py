@@ -24,6 +24,7 @@ left out. They do not depend on the block size.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+log = logging.getLogger(__name__)
 MOST_FETCHES = 64
 """Chunks that are brought from disk to host memory at a time because somebody may need them."""
 
@@ -477,7 +479,10 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
             if job.is_doomed and not place.users:
                 self._next.clears.append((place.offset, place.num_bytes))
         if job.is_doomed and job.is_save and self.disk is not None:
-            self.disk.delete(job.key[1], namespace=job.key[0])
+            try:
+                self.disk.delete(job.key[1], namespace=job.key[0])
+            except OSError as error:  # an exception from here would end every request
+                log.warning("The KV file of a deleted chunk stays on disk: %s.", error.strerror)
 
     def _set_pinned(self, names: frozenset[str]) -> None:
         if self._shelf is not None:

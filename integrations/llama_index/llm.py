@@ -200,9 +200,14 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         """The calls that the model asks for.
 
         Raises:
-            InputError: it asks for none, and `error_on_no_tool_call` is set.
+            InputError: it asks for none, and `error_on_no_tool_call` is set; or a call was cut off.
         """
         calls = _tool_calls(response)
+        if any(isinstance(call.tool_kwargs, str) for call in calls):
+            # LlamaIndex would run the tool, with no arguments.
+            raise InputError(
+                "A call of a tool was cut off.", why="The answer ended in its arguments.", fix="Raise max_tokens."
+            )
         if not calls and error_on_no_tool_call:
             raise InputError(
                 "The model called no tool.", fix="Pass tool_required=True, or error_on_no_tool_call=False."

@@ -69,7 +69,7 @@ class TestChatModelIntegration(ChatModelIntegrationTests):
     def supports_model_override(self) -> bool:
         return False
 
-    @pytest.mark.xfail(reason="a greedy SmolLM2-135M repeats itself in the description without end", strict=False)
+    @pytest.mark.xfail(reason="a greedy SmolLM2-135M repeats itself in the description without end", strict=True)
     def test_unicode_tool_call_integration(self, model: BaseChatModel, **kwargs: Any) -> None:
         super().test_unicode_tool_call_integration(model, **kwargs)
 

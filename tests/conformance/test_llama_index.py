@@ -493,6 +493,13 @@ def test_only_the_first_call_counts_unless_several_are_allowed(connect: Connect)
     assert [len(llm.get_tool_calls_from_response(response)) for response in (one, two)] == [1, 2]
 
 
+def test_a_call_that_was_cut_off_is_not_run(connect: Connect) -> None:
+    client, _ = connect(reply=saying(CALL[: CALL.index("Bern")]))
+    llm = LazyRAGLLM(lazyrag=client)
+    with pytest.raises(errors.InputError, match="cut off"):
+        llm.predict_and_call(TOOLS, user_msg="How is it?")
+
+
 def test_a_reply_without_a_call_is_an_error_or_nothing(connect: Connect) -> None:
     client, _ = connect(reply=saying("It rains."))
     llm = LazyRAGLLM(lazyrag=client)

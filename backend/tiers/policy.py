@@ -155,7 +155,7 @@ LEAST_BYTES, LEAST_TOKENS = 1 << 20, 256
 """Smaller transfers and steps say nothing of bandwidth and speed."""
 WEIGHT = 0.3
 """Of the newest measurement in the average."""
-DECAY = 0.95
+DECAY = 0.98
 """Of the seconds that a tier is believed to take, at each load that was left out for them: one that was slow is tried
 again some day."""
 READERS = min(4, os.cpu_count() or 1)

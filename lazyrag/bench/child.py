@@ -9,6 +9,7 @@ Commands are (name of a method of `Server`, arguments), answers ("ok", value) or
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from lazyrag.backend import local, wire
 from lazyrag.backend.contents import Sender
 from lazyrag.backend.control import PREFETCH, control_to_args
 from lazyrag.backend.layout import Span, take_apart
-from lazyrag.backend.tiers.policy import COMPUTE, READERS
+from lazyrag.backend.tiers.policy import COMPUTE
 from lazyrag.bench.profile import Profile
 from lazyrag.bench.workload import Prompt
 from lazyrag.errors import EngineError, LazyRAGError
@@ -329,22 +330,31 @@ class Server:
                 os.close(descriptor)
 
     def set_disk(self, bytes_per_s: float | None, always_load: bool) -> None:
-        """Make the disk as slow as this (None: as it is), and have the rule followed or not."""
+        """Make the disk as slow as this (None: as it is), and have the rule followed or not.
+
+        The next measurement of the disk counts alone: it is another one than those that were measured before.
+        """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         disk, speeds = get_kv_transfer_group().disk, self._connector.speeds
         for instance, name in ((disk, "load"), (speeds, "is_loading_faster")):
             vars(instance).pop(name, None)
+        speeds._measured.discard(DISK)
         if always_load:
             speeds.is_loading_faster = lambda *args, **kwargs: True
         if bytes_per_s is not None:
             stock = disk.load
 
+            turn, free_s = threading.Lock(), time.perf_counter()
+
             def slowly(key: str, form: Any, **kwargs: Any) -> Any:
+                nonlocal free_s
                 start = time.perf_counter()
                 data = stock(key, form, **kwargs)
-                # READERS read at a time.
-                time.sleep(max(0.0, READERS * form.num_bytes / bytes_per_s - (time.perf_counter() - start)))
+                with turn:  # the readers share what the disk gives
+                    free_s = max(free_s, start) + form.num_bytes / bytes_per_s
+                    end = free_s
+                time.sleep(max(0.0, end - time.perf_counter()))
                 return data
 
             disk.load = slowly

@@ -26,6 +26,7 @@ from lazyrag.backend.engine import Delta, Sampling, joined
 from lazyrag.chat import Message, TextPiece
 from lazyrag.config import Config
 from lazyrag.errors import EngineDeadError, EngineError, InputError, LazyRAGError, RequestError
+from lazyrag.modes import ReuseMode
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import Answer, Choice, Chunk, Citation, Document, Hit, Piece, PromptPlan, Reuse
 
@@ -45,7 +46,7 @@ TIMEOUT = httpx.Timeout(None, connect=10.0)  # an answer may take long; `Samplin
 class RemoteRAG:
     """Answers by a LazyRAG server. Thread-safe; constructing it connects to nothing.
 
-    The server decides model, mode, store and namespace; `config` shows them.
+    The server decides model, store and namespace, and the mode of requests that ask for no other; `config` shows them.
 
     Args:
         base_url: of the server, with or without "/v1": "http://127.0.0.1:8000".
@@ -137,9 +138,10 @@ class RemoteRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> PromptPlan:
         """How the server reads a prompt; see `LazyRAG.plan`. For looking at: what is sent is always the prompt."""
-        body = {"prompt": _prompt_values(prompt), "hints": list(hints), "tools": tools, "special": special}
+        body = {"prompt": _prompt_values(prompt), **_planning(hints, tools, special, mode)}
         plan = self._call("POST", "/v1/segment", body)
         pieces = (
             Piece(
@@ -162,9 +164,10 @@ class RemoteRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> list[Answer]:
         """Answer prompts together, in order; see `LazyRAG.generate`."""
-        body = _body(prompts, sampling, hints, tools, special)
+        body = _body(prompts, sampling, hints, tools, special, mode)
         if not body["prompts"]:
             return []
         answers = _Answers(len(body["prompts"]))
@@ -180,9 +183,10 @@ class RemoteRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> list[Answer]:
         """As `generate`, without blocking the caller's event loop."""
-        body = _body(prompts, sampling, hints, tools, special)
+        body = _body(prompts, sampling, hints, tools, special, mode)
         if not body["prompts"]:
             return []
         answers = _Answers(len(body["prompts"]))
@@ -199,10 +203,11 @@ class RemoteRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> Iterator[Delta]:
         """Yield the answer as it is generated; the last delta has `reuse` and `ttft_s`. Closing it cancels."""
         done = False
-        for _, item in self._items(_body([prompt], sampling, hints, tools, special)):
+        for _, item in self._items(_body([prompt], sampling, hints, tools, special, mode)):
             if isinstance(item, Exception):
                 raise item
             done = item.finish_reason is not None
@@ -218,10 +223,11 @@ class RemoteRAG:
         hints: Sequence[str] = (),
         tools: Sequence[Any] | None = None,
         special: str = "allow",
+        mode: str | ReuseMode | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, without blocking the caller's event loop."""
         done = False
-        async with aclosing(self._aitems(_body([prompt], sampling, hints, tools, special))) as items:
+        async with aclosing(self._aitems(_body([prompt], sampling, hints, tools, special, mode))) as items:
             async for _, item in items:
                 if isinstance(item, Exception):
                     raise item
@@ -408,6 +414,7 @@ def _body(
     hints: Sequence[str],
     tools: Sequence[Any] | None,
     special: str,
+    mode: str | ReuseMode | None,
 ) -> dict[str, Any]:
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise InputError("prompts is one prompt where a list is meant.", fix="Pass a list: [prompt].")
@@ -415,7 +422,14 @@ def _body(
     if sampling is not None:
         stop: Any = sampling.stop  # which may be one text, though its type says otherwise
         body["sampling"] = {**asdict(sampling), "stop": [stop] if isinstance(stop, str) else list(stop)}
-    return {**body, "hints": list(hints), "tools": tools and list(tools), "special": special}
+    return {**body, **_planning(hints, tools, special, mode)}
+
+
+def _planning(
+    hints: Sequence[str], tools: Sequence[Any] | None, special: str, mode: str | ReuseMode | None
+) -> dict[str, Any]:
+    asked = str(ReuseMode.parse(mode)) if mode is not None else None
+    return {"hints": list(hints), "tools": tools and list(tools), "special": special, "mode": asked}
 
 
 def _prompt_values(prompt: Prompt) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Generation(BaseModel):
             client: for the defaults.
             stop: replaces `self.stop` for this call.
             call: further settings for this call, by the names of this class's fields, `json_schema` or
-                `structural_tag`.
+                `structural_tag`. A `mode` is no matter of sampling, and is passed over.
 
         Raises:
             InputError: a name in `call` that is none of these.
@@ -166,7 +166,7 @@ class Generation(BaseModel):
             "max_tokens": client.config.max_tokens,
             "temperature": client.config.temperature,
             **{name: value for name in Generation.model_fields if (value := getattr(self, name)) is not None},
-            **{name: value for name, value in call.items() if value is not None},
+            **{name: value for name, value in call.items() if name != "mode" and value is not None},
         }
         if stop is not None:
             values["stop"] = stop
@@ -174,7 +174,7 @@ class Generation(BaseModel):
         return Sampling(**values)
 
 
-_PER_CALL = {*Generation.model_fields, "json_schema", "structural_tag"}
+_PER_CALL = {*Generation.model_fields, "json_schema", "structural_tag", "mode"}
 
 
 # ---------------------------------------------------------------- what came back

@@ -7,11 +7,11 @@ to a model, not to a store. Files are replaced as a whole, so readers and writer
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import platformdirs
 
@@ -64,12 +64,15 @@ def save(found: Calibration, config: Config, folder: Path) -> Path:
         ConfigError: the folder cannot be written.
     """
     path = folder_of(config) / f"{model_key(config, folder)}.json"
+    # Not by tempfile, whose files only their owner can read: a folder of findings may be shared.
+    new = path.with_name(f"{path.stem}.{uuid4().hex}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-            json.dump(asdict(found), file, indent=1)
-        os.replace(file.name, path)
+        new.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        new.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         raise ConfigError(
             f"{path.parent} cannot be written: {error.strerror}.",
             fix="Set calibrations (LAZYRAG_CALIBRATIONS) to a folder that can be.",
@@ -104,13 +107,13 @@ def load(config: Config, folder: Callable[[], Path]) -> Calibration | None:
 def choose(config: Config, folder: Callable[[], Path]) -> Choice:
     """The mode that the settings and the findings for the model ask for. Arguments: see `load`."""
     if config.mode != AUTO:
-        return Choice(config.mode, f"set by {config.origin('mode')}")
+        return _as_set(config)
     of = f"--store {config.store}" if config.store is not None else f"DATA.jsonl --model {config.model}"
     fix = f"Type: lazyrag calibrate {of}{ELSE}"
     try:
         found = load(config, folder)
     except ConfigError as error:
-        return Choice(EXACT, error.what.rstrip("."), fix)
+        return Choice(EXACT, "what was found for this model cannot be read", fix, detail=str(error))
     if found is None:
         return Choice(EXACT, NEVER, fix)
     if found.behind != behind(found.mode, config):
@@ -118,3 +121,12 @@ def choose(config: Config, folder: Callable[[], Path]) -> Choice:
     if config.block_size is not None and ReuseMode.parse(found.mode).first_k % config.block_size:
         return Choice(EXACT, f"the calibrated mode {found.mode} cannot be had with block_size {config.block_size}", fix)
     return Choice(found.mode, found.why)
+
+
+def _as_set(config: Config) -> Choice:
+    origin = config.origin("mode")
+    if Path(origin) == config.store:
+        return Choice(config.mode, "set by the store", detail=origin)
+    if (name := Path(origin).name) != origin:
+        return Choice(config.mode, f"set by {name}", detail=origin)
+    return Choice(config.mode, f"set by {origin}")

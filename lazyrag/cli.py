@@ -421,6 +421,8 @@ def answer_values(whole: Delta, plan: PromptPlan, hits: Iterable[Hit]) -> dict[s
         "computed_tokens": reuse and reuse.computed_tokens,
         "generated_tokens": len(whole.token_ids),
         "ttft_s": whole.ttft_s,
+        "mode": whole.mode and whole.mode.mode,
+        "mode_why": whole.mode and whole.mode.reason,
     }
 
 
@@ -445,7 +447,9 @@ def reuse_line(whole: Delta) -> str:
         return "The engine did not say what it reused."
     tiers = ", ".join(f"{count} {tier}" for tier, count in sorted(Counter(reuse.sources).items()))
     first = f"; first token after {whole.ttft_s:.2f} s" if whole.ttft_s is not None else ""
-    return f"reused {reuse.reused_tokens} of {reuse.prompt_tokens} prompt tokens (chunks: {tiers or 'none'}){first}"
+    mode = f"; mode {whole.mode.mode}: {whole.mode.reason}" if whole.mode is not None else ""
+    reused = f"reused {reuse.reused_tokens} of {reuse.prompt_tokens} prompt tokens (chunks: {tiers or 'none'})"
+    return f"{reused}{first}{mode}"
 
 
 @app.command()
@@ -1187,7 +1191,6 @@ def calibrate_model(
     check_writable(out)
     rag = LazyRAG(load(file, store=store, model=model, preamble=preamble, namespace=namespace))
     found = load_questions(data) if data is not None else questions_of_store(rag, limit, seed)
-    docs = docs if data is not None else min(docs, len(found.others))
     found = without_seen(found, rag.model)
     calibrated, result = calibrate(
         rag.config,

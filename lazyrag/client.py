@@ -227,7 +227,7 @@ class LazyRAG:
             return Choice(self._engine.info.mode, "the running engine's")
         if chosen.fix and chosen not in self._told:
             self._told.add(chosen)
-            logger.warning("Mode %s, for %s. %s", chosen.mode, chosen.why, chosen.fix)
+            logger.warning("Mode %s, for %s. %s", chosen.mode, chosen.reason.rstrip("."), chosen.fix)
         return chosen
 
     @property

@@ -216,7 +216,7 @@ def _mode(config: Config) -> Row:
         settings, chosen = rag.config, choose(rag.config, lambda: rag.model)
     except LazyRAGError as error:
         return _failure("mode", error, "Make the model and the store whole.")
-    found = f"{chosen.mode}: {chosen.why}"
+    found = f"{chosen.mode}: {chosen.reason}"
     if settings.mode != AUTO and not ReuseMode.parse(settings.mode).is_exact:
         return Row("mode", "ok", f"{found}; what it costs in answers: lazyrag eval")
     return Row("mode", "warn" if chosen.fix else "ok", found, chosen.fix)

@@ -243,11 +243,19 @@ class Choice:
         mode: a `ReuseMode` as text.
         why: where it comes from, in words.
         fix: what to type for another one; empty where nothing needs to be done.
+        detail: more of the reason. This and `fix` name folders: they are for who works on this machine, and are not
+            sent to clients elsewhere.
     """
 
     mode: str
     why: str
     fix: str = ""
+    detail: str = ""
+
+    @property
+    def reason(self) -> str:
+        """All of it, for who works on this machine."""
+        return f"{self.why} ({self.detail})" if self.detail else self.why
 
 
 HBM, HOST, DISK, COMPUTED = "hbm", "host", "disk", "computed"

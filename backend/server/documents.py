@@ -198,7 +198,7 @@ async def search(body: SearchRequest, rag: Caller, service: ServiceOf) -> dict[s
 @router.post("/segment")
 async def segment(body: SegmentRequest, request: Request, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """Which parts of a prompt are known chunks, and why the others are not."""
-    call = Call(rag, to_prompt(body.prompt), Sampling(max_tokens=1), body.hints, body.tools, body.special)
+    call = Call(rag, to_prompt(body.prompt), Sampling(max_tokens=1), body.hints, body.tools, body.special, body.mode)
     with service.queue.places():
         reuse = joined(await unless_gone(request, service.whole(call))).reuse if body.run else None
         may_know = service.keys.is_operator(rag.config.namespace)
@@ -228,7 +228,9 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
 
 
 def _rows(call: Call, reuse: Reuse | None, may_know: bool) -> tuple[PromptPlan, list[Row]]:
-    plan = call.plan or call.rag.plan(call.prompt, hints=call.hints, tools=call.tools, special=call.special)
+    plan = call.plan or call.rag.plan(
+        call.prompt, hints=call.hints, tools=call.tools, special=call.special, mode=call.mode
+    )
     return plan, call.rag.explain_plan(plan, reuse, all_namespaces=may_know)
 
 
@@ -241,7 +243,7 @@ async def query(body: QueryRequest, request: Request, rag: Caller, service: Serv
     )
     with service.queue.places():
         prompt, hits = await asyncio.to_thread(rag.question, body.question, body.k)
-        call = Call(rag, prompt, sampling)
+        call = Call(rag, prompt, sampling, mode=body.mode)
         whole = joined(await unless_gone(request, service.whole(call)))
     reuse = whole.reuse
     assert call.plan is not None
@@ -254,4 +256,6 @@ async def query(body: QueryRequest, request: Request, rag: Caller, service: Serv
         "reused_tokens": reuse and reuse.reused_tokens,
         "generated_tokens": len(whole.token_ids),
         "ttft_s": whole.ttft_s,
+        "mode": whole.mode and whole.mode.mode,
+        "mode_why": whole.mode and whole.mode.why,
     }

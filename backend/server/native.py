@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ async def generate(body: GenerateRequest, request: Request, rag: Caller, service
     """Answer prompts together: a JSON line for each delta, `{"index", "delta"}`, or error, `{"index", "error"}`."""
     sampling = sampling_of(body.sampling, rag)
     prompts = [to_prompt(prompt) for prompt in body.prompts]
-    calls = [Call(rag, prompt, sampling, body.hints, body.tools, body.special) for prompt in prompts]
+    calls = [Call(rag, prompt, sampling, body.hints, body.tools, body.special, body.mode) for prompt in prompts]
     items = await unless_gone(request, begun(_items(service, calls)))
     return Stream(lines(items), "application/x-ndjson")
 
@@ -104,7 +103,7 @@ def delta_values(delta: Delta) -> dict[str, Any]:
     if delta.citations:
         out["citations"] = [_citation_values(citation) for citation in delta.citations]
     if delta.mode is not None:
-        out["mode"] = asdict(delta.mode)
+        out["mode"] = {"mode": delta.mode.mode, "why": delta.mode.why}
     return out
 
 

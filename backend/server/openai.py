@@ -79,7 +79,7 @@ async def complete(body: CompletionRequest, request: Request, rag: Caller, servi
     check_model(body.model, service)
     sampling = sampling_of(body, rag, logprobs=body.logprobs)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    calls = [Call(rag, prompt, sampling, special=body.special) for prompt in prompts]
+    calls = [Call(rag, prompt, sampling, special=body.special, mode=body.mode) for prompt in prompts]
     answers = [_Completion(index, rag.tokenizer, body.logprobs) for index in range(len(prompts))]
     return await _respond(_Head("cmpl", "text_completion", "text_completion", service), calls, answers, body, request)
 
@@ -94,7 +94,7 @@ async def chat(body: ChatRequest, request: Request, rag: Caller, service: Servic
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, Chosen) else body.tool_choice
     offered = await asyncio.to_thread(offer, rag.tokenizer, messages, tools, choice, sampling)
-    call = Call(rag, offered.messages, offered.sampling, tools=offered.shown)
+    call = Call(rag, offered.messages, offered.sampling, tools=offered.shown, mode=body.mode)
     head = _Head("chatcmpl", "chat.completion", "chat.completion.chunk", service)
     most = 1 if body.parallel_tool_calls is False else None
     return await _respond(head, [call], [_Chat(0, rag.tokenizer, top, offered.reader(), most)], body, request)

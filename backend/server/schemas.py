@@ -10,6 +10,14 @@ INT64 = (1 << 63) - 1
 
 Text: TypeAlias = Annotated[str, Field(max_length=1 << 26)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
+Mode: TypeAlias = Annotated[
+    str | None,
+    Field(
+        max_length=100,
+        description="What is reused of chunks: exact, lazy, sink, prefix; also lazy+first_k=32, sink+recompute=0.1, ..."
+        " Left out: as the server's settings say. Not one of OpenAI's.",
+    ),
+]
 Stop: TypeAlias = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None
 
 
@@ -39,6 +47,7 @@ class Generation(Strict):
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     ignore_eos: Annotated[bool, Field(description="Go on to max_tokens. Not one of OpenAI's.")] = False
+    mode: Mode = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -193,6 +202,7 @@ class Planning(Strict):
     hints: list[Text] = []
     tools: list[Any] | None = None
     special: Literal["allow", "plain"] = "allow"
+    mode: Mode = None
 
 
 class OwnSampling(Strict):
@@ -240,6 +250,7 @@ class QueryRequest(Strict):
     k: Annotated[int, Field(ge=1, le=100)] = 4
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    mode: Mode = None
 
 
 class DocumentIn(Strict):

@@ -89,6 +89,7 @@ class Call:
     hints: Sequence[str] = ()
     tools: Sequence[Any] | None = None
     special: str = "allow"
+    mode: str | None = None
     plan: PromptPlan | None = field(default=None)
 
 
@@ -207,7 +208,12 @@ class Service:
     async def deltas(self, call: Call) -> AsyncGenerator[Delta, None]:
         """Plan a prompt and answer it. Closing the generator cancels; its place in the queue is the caller's matter."""
         plan = await asyncio.to_thread(
-            call.rag.plan, call.prompt, hints=call.hints, tools=call.tools, special=call.special
+            call.rag.plan,
+            call.prompt,
+            hints=call.hints,
+            tools=call.tools,
+            special=call.special,
+            mode=call.mode,
         )
         call.plan = plan
         generated = 0

@@ -60,7 +60,9 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call = self._call(messages, stop, kwargs)
-            (answer,) = self.client.generate([call.offer.messages], call.offer.sampling, tools=call.offer.shown)
+            (answer,) = self.client.generate(
+                [call.offer.messages], call.offer.sampling, tools=call.offer.shown, mode=call.mode
+            )
             return call.result(answer)
 
     async def _agenerate(
@@ -72,7 +74,9 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call = await asyncio.to_thread(self._call, messages, stop, kwargs)
-            (answer,) = await self.client.agenerate([call.offer.messages], call.offer.sampling, tools=call.offer.shown)
+            (answer,) = await self.client.agenerate(
+                [call.offer.messages], call.offer.sampling, tools=call.offer.shown, mode=call.mode
+            )
             return call.result(answer)
 
     def _stream(
@@ -84,7 +88,9 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
             call = self._call(messages, stop, kwargs)
-            for delta in self.client.stream(call.offer.messages, call.offer.sampling, tools=call.offer.shown):
+            for delta in self.client.stream(
+                call.offer.messages, call.offer.sampling, tools=call.offer.shown, mode=call.mode
+            ):
                 yield from call.chunks(delta)
 
     async def _astream(
@@ -96,7 +102,9 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
             call = await asyncio.to_thread(self._call, messages, stop, kwargs)
-            deltas = self.client.astream(call.offer.messages, call.offer.sampling, tools=call.offer.shown)
+            deltas = self.client.astream(
+                call.offer.messages, call.offer.sampling, tools=call.offer.shown, mode=call.mode
+            )
             async with aclosing(deltas):
                 async for delta in deltas:
                     for chunk in call.chunks(delta):
@@ -106,7 +114,8 @@ class ChatLazyRAG(LangChainModel, BaseChatModel):
         kwargs = dict(kwargs)
         tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
         sampling = self._sampling(stop, kwargs)
-        return _Call(offer(self.client.tokenizer, to_messages(messages), tools, choice, sampling), self.model_name)
+        sent = offer(self.client.tokenizer, to_messages(messages), tools, choice, sampling)
+        return _Call(sent, self.model_name, kwargs.get("mode"))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[AnyTool] | None = None) -> int:
         """Tokens of the messages as the model sees them, chat template included."""
@@ -190,6 +199,7 @@ class _Call:
 
     offer: Offer
     model: str
+    mode: str | None = None
     heard: Heard = field(default_factory=Heard)
     reader: Reader = field(init=False)
 

@@ -42,7 +42,11 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         with langchain_errors():
-            return self._result(self.client.generate(prompts, self._sampling(stop, kwargs), special=self.special))
+            return self._result(
+                self.client.generate(
+                    prompts, self._sampling(stop, kwargs), special=self.special, mode=kwargs.get("mode")
+                )
+            )
 
     async def _agenerate(
         self,
@@ -53,7 +57,9 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
     ) -> LLMResult:
         with langchain_errors():
             return self._result(
-                await self.client.agenerate(prompts, self._sampling(stop, kwargs), special=self.special)
+                await self.client.agenerate(
+                    prompts, self._sampling(stop, kwargs), special=self.special, mode=kwargs.get("mode")
+                )
             )
 
     def _stream(
@@ -65,7 +71,9 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         heard = Heard()
         with langchain_errors():
-            for delta in self.client.stream(prompt, self._sampling(stop, kwargs), special=self.special):
+            for delta in self.client.stream(
+                prompt, self._sampling(stop, kwargs), special=self.special, mode=kwargs.get("mode")
+            ):
                 chunk = _to_chunk(delta, heard.add(delta))
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -81,7 +89,7 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
         heard = Heard()
         with langchain_errors():
             async with aclosing(
-                self.client.astream(prompt, self._sampling(stop, kwargs), special=self.special)
+                self.client.astream(prompt, self._sampling(stop, kwargs), special=self.special, mode=kwargs.get("mode"))
             ) as deltas:
                 async for delta in deltas:
                     chunk = _to_chunk(delta, heard.add(delta))

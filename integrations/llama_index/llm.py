@@ -81,16 +81,16 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation. `kwargs` are settings of this request, by the names of this class's fields."""
+        """Answer a conversation. `kwargs`: settings of this request, by the names of this class's fields, or `mode`."""
         call = self._chat_call(messages, kwargs)
-        (answer,) = self.client.generate([call.prompt], call.sampling, tools=call.tools)
+        (answer,) = self.client.generate([call.prompt], call.sampling, tools=call.tools, mode=call.mode)
         return call.chat_response(answer)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`, without blocking the event loop."""
         call = await asyncio.to_thread(self._chat_call, messages, kwargs)
-        (answer,) = await self.client.agenerate([call.prompt], call.sampling, tools=call.tools)
+        (answer,) = await self.client.agenerate([call.prompt], call.sampling, tools=call.tools, mode=call.mode)
         return call.chat_response(answer)
 
     @llm_chat_callback()
@@ -99,7 +99,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         call = self._chat_call(messages, kwargs)
 
         def pieces() -> ChatResponseGen:
-            for delta in self.client.stream(call.prompt, call.sampling, tools=call.tools):
+            for delta in self.client.stream(call.prompt, call.sampling, tools=call.tools, mode=call.mode):
                 yield from call.chat_pieces(delta)
 
         return pieces()
@@ -110,7 +110,9 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         call = await asyncio.to_thread(self._chat_call, messages, kwargs)
 
         async def pieces() -> ChatResponseAsyncGen:
-            async with aclosing(self.client.astream(call.prompt, call.sampling, tools=call.tools)) as deltas:
+            async with aclosing(
+                self.client.astream(call.prompt, call.sampling, tools=call.tools, mode=call.mode)
+            ) as deltas:
                 async for delta in deltas:
                     for piece in call.chat_pieces(delta):
                         yield piece
@@ -126,17 +128,17 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         Args:
             prompt: one user message; with `formatted=True` the whole text, chat template and all.
             formatted: see `prompt`.
-            **kwargs: settings of this request, by the names of this class's fields.
+            **kwargs: settings of this request, by the names of this class's fields, or `mode`.
         """
         call = self._completion_call(prompt, formatted, kwargs)
-        (answer,) = self.client.generate([call.prompt], call.sampling, special=self.special)
+        (answer,) = self.client.generate([call.prompt], call.sampling, special=self.special, mode=call.mode)
         return to_completion(answer, call.model)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As `complete`, without blocking the event loop."""
         call = await asyncio.to_thread(self._completion_call, prompt, formatted, kwargs)
-        (answer,) = await self.client.agenerate([call.prompt], call.sampling, special=self.special)
+        (answer,) = await self.client.agenerate([call.prompt], call.sampling, special=self.special, mode=call.mode)
         return to_completion(answer, call.model)
 
     @llm_completion_callback()
@@ -145,7 +147,7 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         call = self._completion_call(prompt, formatted, kwargs)
 
         def pieces() -> CompletionResponseGen:
-            for delta in self.client.stream(call.prompt, call.sampling, special=self.special):
+            for delta in self.client.stream(call.prompt, call.sampling, special=self.special, mode=call.mode):
                 yield call.completion_piece(delta)
 
         return pieces()
@@ -156,7 +158,9 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         call = await asyncio.to_thread(self._completion_call, prompt, formatted, kwargs)
 
         async def pieces() -> CompletionResponseAsyncGen:
-            async with aclosing(self.client.astream(call.prompt, call.sampling, special=self.special)) as deltas:
+            async with aclosing(
+                self.client.astream(call.prompt, call.sampling, special=self.special, mode=call.mode)
+            ) as deltas:
                 async for delta in deltas:
                     yield call.completion_piece(delta)
 
@@ -224,13 +228,13 @@ class LazyRAGLLM(StringPrompts, Connection, Generation, FunctionCallingLLM):
         tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None)
         sampling = self.sampling(self.client, kwargs.pop("stop", None), kwargs)
         sent = offer(self.client.tokenizer, to_messages(messages), tools, choice, sampling)
-        return _Call(sent.messages, sent.sampling, self.model_name, sent)
+        return _Call(sent.messages, sent.sampling, self.model_name, kwargs.get("mode"), sent)
 
     def _completion_call(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> _Call:
         kwargs = dict(kwargs)
         sampling = self.sampling(self.client, kwargs.pop("stop", None), kwargs)
         sent = prompt if formatted or not self._has_template else [Message("user", prompt)]
-        return _Call(sent, sampling, self.model_name)
+        return _Call(sent, sampling, self.model_name, kwargs.get("mode"))
 
 
 @dataclass(slots=True)
@@ -240,6 +244,7 @@ class _Call:
     prompt: str | list[Message]
     sampling: Sampling
     model: str
+    mode: str | None = None
     offer: Offer | None = None
     heard: Heard = field(default_factory=Heard)
 

@@ -149,7 +149,8 @@ def _drawn(question: Question, pool: Sequence[Passage], count: int, order: Order
     others = [passage for passage in random.sample(pool, min(count + missing, len(pool))) if passage.text not in texts]
     if len(others) < missing:
         raise InputError(
-            f"The data holds {len(pool)} passages, which is too few for {count} a question.", fix="Ask for fewer."
+            f"The data holds {len(pool)} passages, which is too few for {count} a question.",
+            fix=f"Ask for fewer: --docs {len(pool)}, at most; what is found holds for so many only.",
         )
     for passage in others[:missing]:
         own.insert(random.randint(0, len(own)), passage)

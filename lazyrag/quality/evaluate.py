@@ -6,6 +6,7 @@ passages. Between them lies what the passages are good for, and a mode is measur
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from lazyrag.modes import EXACT, ReuseMode, default_block_size
 from lazyrag.quality.ask import Reply, ask
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import Estimate, estimate, lost_share, mean
+from lazyrag.tokens import Tokenizer
 
 FULL, NONE = EXACT, "none"
 MAX_TOKENS = 32
@@ -75,7 +77,7 @@ class Result:
 
     Attributes:
         model: its folder's name, and its key (`lazyrag.calibration.model_key`).
-        data: what is asked; `ids` names the questions.
+        data: what is asked, and the settings that answers depend on; `ids` names the questions.
         arms: by mode.
     """
 
@@ -86,8 +88,15 @@ class Result:
     @property
     def benefit(self) -> Estimate:
         """How much likelier the passages make the right answers under full attention, in nats a token."""
-        pairs = zip(self.arms[FULL].replies, self.arms[NONE].replies, strict=True)
-        return estimate(mean, [full.logprob - none.logprob for full, none in pairs])
+        return estimate(mean, [full.logprob - none.logprob for full, none in self._with_and_without()])
+
+    @property
+    def f1_benefit(self) -> Estimate:
+        """How much the passages add to the F1 of full attention's answers."""
+        return estimate(mean, [full.f1 - none.f1 for full, none in self._with_and_without()])
+
+    def _with_and_without(self) -> Iterator[tuple[Reply, Reply]]:
+        return zip(self.arms[FULL].replies, self.arms[NONE].replies, strict=True)
 
     @property
     def scores(self) -> list[Score]:
@@ -151,7 +160,7 @@ def evaluate(
     chat: bool = True,
     data: Mapping[str, Any] | None = None,
     out: Path | None = None,
-    enough: Callable[[Score], bool] = lambda score: False,
+    enough: Callable[[Result, Score], bool] = lambda result, score: False,
     command: str = "",
     tell: Tell = lambda line: None,
     start: Start = start_engine,
@@ -172,14 +181,24 @@ def evaluate(
         start: makes an engine.
 
     Raises:
-        InputError: `out` is of another model, or of other questions.
+        InputError: `out` is of another model, of other questions or of other settings.
         LazyRAGError: an engine does not start, or a question cannot be answered.
     """
-    data = {**(data or {}), "chat": chat, "ids": [question.id for question in questions]}
+    data = {
+        **(data or {}),
+        "chat": chat,
+        "settings": _settings(config, folder),
+        "asked": _digest(repr(list(questions))),
+        "ids": [question.id for question in questions],
+    }
     model = {"name": folder.name, "key": model_key(config, folder)}
     result = Result.load(out) if out is not None and out.exists() else Result(model, data)
-    if (result.model, result.data) != (model, data):
-        raise InputError(f"{out} holds the results of another model, or of other questions.", fix="Name another file.")
+    if others := _differences(result, Result(model, data)):
+        raise InputError(
+            f"{out} holds results that cannot be compared with these:",
+            why=f"another {', another '.join(others)}.",
+            fix="Name another file.",
+        )
     wanted = [str(ReuseMode.parse(mode)) for mode in modes if mode != NONE]
     lazy = [mode for mode in dict.fromkeys(wanted) if mode != FULL]
     with ExitStack() as stack:
@@ -196,9 +215,32 @@ def evaluate(
                     result.arms[mode] = Arm(command, machine(), asked(rag, mode, questions, chat, mode, tell))
                 if out is not None:
                     result.save(out)
-            if mode != FULL and enough(result.score(mode)):
+            if mode != FULL and enough(result, result.score(mode)):
                 break
     return result
+
+
+def _settings(config: Config, folder: Path) -> dict[str, Any]:
+    """What answers depend on beside the questions and what `model_key` covers. The operator's own, so as it is."""
+    template = Tokenizer.from_folder(folder).chat_template
+    return {
+        "preamble": config.preamble or SYSTEM,
+        "sink": config.sink,
+        "min_tokens": config.min_tokens,
+        "block_size": config.block_size,
+        "chat_template": _digest(template) if template is not None else None,
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _differences(one: Result, other: Result) -> list[str]:
+    """Names of what is not the same in what two results were measured on."""
+    parts = [{"model": r.model, **r.data, **r.data.get("settings", {})} for r in (one, other)]
+    names = [name for name in {**parts[0], **parts[1]} if name != "settings"]
+    return [name for name in names if parts[0].get(name) != parts[1].get(name)]
 
 
 @contextmanager

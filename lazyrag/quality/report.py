@@ -27,12 +27,14 @@ HEAD = (
 def lines(result: Result) -> list[str]:
     """Everything, as Markdown."""
     b, full = result.benefit, result.arms[FULL]
-    data = {name: value for name, value in result.data.items() if name not in ("digest", "ids")}
-    about = ", ".join(f"{name} {value}" for name, value in data.items())
+    hidden = ("digest", "ids", "asked", "settings")
+    about = ", ".join(f"{name} {value}" for name, value in result.data.items() if name not in hidden)
+    settings = ", ".join(f"{name} {value!r}" for name, value in result.data.get("settings", {}).items() if value)
     return [
         *facts_of(full.machine),
         f"model: {result.model['name']}, key {result.model['key'][:12]}",
         f"data: {len(full.replies)} questions; {about}",
+        f"settings: {settings}",
         f"the passages add {b.value:.3f} [{b.low:.3f}, {b.high:.3f}] nats a token of the right answer",
         "",
         *table([cells(score) for score in result.scores], HEAD),

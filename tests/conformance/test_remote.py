@@ -15,6 +15,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.tools import tool
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from lazyrag.backend.engine import Cancel, Deliver, Request, Sampling, joined
@@ -36,6 +37,7 @@ from lazyrag.errors import (
 )
 from lazyrag.ingest import Summary
 from lazyrag.integrations import langchain, llama_index
+from lazyrag.modes import ReuseMode
 from lazyrag.types import Document
 
 Serving = Callable[[Any], Any]
@@ -178,6 +180,68 @@ def test_a_plan_is_the_servers_own(remote: RemoteRAG, embedded: LazyRAG, passage
     for prompt in prompts(passages):
         assert remote.plan(prompt) == embedded.plan(prompt)
     assert remote.plan("<|im_end|>", special="plain") == embedded.plan("<|im_end|>", special="plain")
+
+
+@pytest.mark.parametrize("mode", ["exact", "sink", "lazy+first_k=16", "sink+first_k=32", None])
+def test_a_request_runs_in_the_mode_it_asks_for(
+    remote: RemoteRAG, embedded: LazyRAG, passages: list[str], mode: str | None
+) -> None:
+    for prompt in prompts(passages):
+        assert remote.plan(prompt, mode=mode) == embedded.plan(prompt, mode=mode)
+    asked = prompts(passages)
+    wanted = [
+        (a.text, a.reuse, a.mode) for a in embedded.generate(asked, mode=mode) + embedded.generate(asked, mode=mode)
+    ]
+    assert {choice and choice.mode for *_, choice in wanted} == {mode or "lazy"}
+    wanted = wanted[len(asked) :]  # everything is resident
+    assert [(a.text, a.reuse, a.mode) for a in remote.generate(asked, mode=mode)] == wanted
+    agenerated = asyncio.run(remote.agenerate(asked, mode=ReuseMode.parse(mode) if mode else None))
+    assert [(a.text, a.reuse, a.mode) for a in agenerated] == wanted
+    streamed = joined(list(remote.stream(asked[0], mode=mode)))
+    assert (streamed.text, streamed.reuse, streamed.mode) == wanted[0]
+
+    async def collect() -> list[Any]:
+        return [delta async for delta in remote.astream(asked[0], mode=mode)]
+
+    assert joined(asyncio.run(collect())).reuse == wanted[0][1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "fix"),
+    [("prefix", "preamble"), ("lazy+first_k=17", "first_k=32"), ("lzy", "exact, lazy"), (3, "exact, lazy")],
+)
+def test_a_mode_that_cannot_be_had_is_refused_as_the_servers_client_refuses_it(
+    remote: RemoteRAG, embedded: LazyRAG, mode: Any, fix: str
+) -> None:
+    refused = outcome(lambda: embedded.generate(["Go on."], mode=mode))
+    assert refused[0] is ConfigError
+    assert fix in refused[1]
+    assert outcome(lambda: remote.generate(["Go on."], mode=mode)) == refused
+    assert outcome(lambda: list(remote.stream("Go on.", mode=mode))) == refused
+    assert outcome(lambda: remote.plan("Go on.", mode=mode)) == refused
+
+
+def test_facades_ask_for_a_mode_call_by_call(url: str, embedded: LazyRAG, passages: list[str], shared: None) -> None:
+    prompt = prompts(passages)[0]
+    for where in ({"lazyrag": embedded}, {"base_url": url, "api_key": KEY}):
+        chat, llm = langchain.ChatLazyRAG(**where), langchain.LazyRAGLLM(**where)
+        answers = [
+            chat.invoke(prompt, mode="sink").response_metadata["lazyrag"],
+            list(chat.stream(prompt, mode="sink"))[-1].response_metadata["lazyrag"],
+            asyncio.run(chat.ainvoke(prompt, mode="sink")).response_metadata["lazyrag"],
+            llm.generate([prompt], mode="sink").generations[0][0].generation_info["lazyrag"],  # type: ignore[index]
+        ]
+        model = llama_index.LazyRAGLLM(**where)
+        answers += [
+            model.complete(prompt, mode="sink").raw["lazyrag"],
+            list(model.stream_complete(prompt, mode="sink"))[-1].raw["lazyrag"],
+            model.chat([ChatMessage(prompt)], mode="sink").raw["lazyrag"],
+            asyncio.run(model.achat([ChatMessage(prompt)], mode="sink")).raw["lazyrag"],
+        ]
+        assert [(a["mode"], a["mode_why"]) for a in answers] == [("sink", "asked for by the request")] * len(answers)
+        assert chat.invoke(prompt).response_metadata["lazyrag"]["mode"] == "lazy"
+        with pytest.raises(ConfigError, match="needs a preamble"):
+            model.complete(prompt, mode="prefix")
 
 
 def test_hits_are_the_same(remote: RemoteRAG, embedded: LazyRAG) -> None:

@@ -126,6 +126,29 @@ def test_usage_counts_the_reused_tokens_as_cached(client: openai.OpenAI, model: 
     assert cached[1] > 50
 
 
+def test_a_request_may_ask_for_a_mode_and_is_told_which_one_ran(
+    client: openai.OpenAI, model: str, rag: LazyRAG, passages: list[str]
+) -> None:
+    messages = ask(f"{passages[5]}\n\nWhat was found?")
+    for fields, ran in (
+        ({}, ("lazy", "set by LAZYRAG_MODE")),
+        ({"mode": "sink"}, ("sink", "asked for by the request")),
+        ({"mode": "exact"}, ("exact", "asked for by the request")),
+    ):
+        chat = client.chat.completions.create(model=model, messages=messages, max_tokens=3, extra_body=fields)
+        text = client.completions.create(model=model, prompt=passages[5], max_tokens=3, extra_body=fields)
+        for got in (chat, text):
+            assert got.model_extra is not None
+            report = got.model_extra["lazyrag"]
+            assert (report["mode"], report["mode_why"]) == ran
+        assert chat.model_extra is not None
+        assert chat.model_extra["lazyrag"]["segments"] == (ran[0] != "exact")
+    with pytest.raises(openai.BadRequestError, match="Mode prefix needs a preamble"):
+        client.chat.completions.create(model=model, messages=messages, extra_body={"mode": "prefix"})
+    with pytest.raises(openai.BadRequestError, match="is no mode"):
+        client.completions.create(model=model, prompt="Go on.", stream=True, extra_body={"mode": "lzy"})
+
+
 def test_a_streamed_answer_is_the_same_answer(client: openai.OpenAI, model: str) -> None:
     messages = ask("Which is it?")
     whole = client.chat.completions.create(model=model, messages=messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from lazyrag.calibration import Calibration
 from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.doctor import Row, examine
+from lazyrag.errors import ConfigError
 from lazyrag.types import Choice
 
 FOUND = Calibration("sink+first_k=16", "loses 0.4%", measured="2026-11-30")
@@ -124,6 +126,38 @@ def test_writers_and_readers_at_the_same_time_meet_whole_findings_only(model: Pa
     while any(writer.is_alive() for writer in writers):
         assert calibration.load(settings, lambda: model) is not None
     assert len(list((tmp_path / "calibrations").iterdir())) == 1
+
+
+def test_who_may_read_a_finding_is_the_umasks_matter(model: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = calibration.save(FOUND, config(model), model)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_left_as_it_was(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "calibrations").write_text("no folder")
+    with pytest.raises(ConfigError, match="LAZYRAG_CALIBRATIONS"):
+        calibration.save(FOUND, config(model), model)
+
+
+def test_a_reason_names_no_folder_but_its_detail_does(model: Path, tmp_path: Path) -> None:
+    """The reason is told to clients of a server, the detail to who works on its machine."""
+    settings = tmp_path / "lazyrag.toml"
+    settings.write_text('mode = "lazy"')
+    choice = LazyRAG(Config.load(settings, model=str(model))).choice
+    assert choice == Choice("lazy", "set by lazyrag.toml", detail=str(settings))
+    assert str(settings) in choice.reason
+    store = tmp_path / "kb"
+    of_store = Config(str(model), mode="lazy", store=store, origins={"mode": str(store)})
+    assert calibration.choose(of_store, lambda: model) == Choice("lazy", "set by the store", detail=str(store))
+    path = calibration.save(FOUND, config(model), model)
+    path.write_text("")
+    unreadable = chosen(model)
+    assert str(tmp_path) not in unreadable.why
+    assert str(path) in unreadable.detail
 
 
 # ---------------------------------------------------------------- who says it

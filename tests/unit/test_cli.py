@@ -337,6 +337,7 @@ def test_query_prints_answer_sources_and_reuse(run: Run, store: Path) -> None:
     assert len(sources) == 2
     assert any("nobel.md, characters 0-" in line for line in sources)
     assert "prompt tokens (chunks: 2 hbm); first token after" in rest
+    assert "; mode lazy: " in rest
 
 
 def test_query_needs_no_model_once_the_store_knows_it(run: Run, store: Path, model: Path) -> None:
@@ -355,6 +356,7 @@ def test_query_as_json_is_one_document_with_spans_and_tiers(run: Run, store: Pat
     assert values["prompt_tokens"] == values["reused_tokens"] + values["computed_tokens"]
     assert values["reused_tokens"] == source["num_tokens"]
     assert values["finish_reason"] == "stop"
+    assert (values["mode"], values["mode_why"]) == ("lazy", "set by LAZYRAG_MODE")
 
 
 @pytest.mark.parametrize("flag", ["--stream", "--no-stream"])

@@ -23,6 +23,7 @@ from lazyrag.backend.server.auth import Keys
 from lazyrag.backend.server.service import Limits
 from lazyrag.backend.server.supervisor import SupervisedEngine
 from lazyrag.client import LazyRAG
+from lazyrag.config import Config
 from lazyrag.errors import CapacityError, EngineDeadError, EngineError
 from lazyrag.types import COMPUTED, HBM
 
@@ -338,6 +339,30 @@ def test_tools_and_settings_that_are_not_served_are_refused(make: Callable[..., 
     ):
         assert client.post("/v1/chat/completions", json={**chat, **field}).status_code == 400
     assert engine.requests == []
+
+
+def test_a_mode_that_the_engine_cannot_run_is_refused_with_what_to_do(make: Callable[..., Made]) -> None:
+    client, _, _ = make(mode="exact")
+    assert completion(client, mode="exact").status_code == 200
+    refused = completion(client, mode="lazy")
+    assert refused.status_code == 400
+    own = refused.json()["error"]["lazyrag"]
+    assert own["what"] == "Mode lazy cannot be had:"
+    assert "the engine runs in mode exact" in own["why"]
+    assert "Start it in another mode" in own["fix"]
+
+
+def test_why_a_mode_runs_is_told_without_the_servers_folders(make: Callable[..., Made], tmp_path: Path) -> None:
+    _, rag, engine = make()
+    settings = tmp_path / "lazyrag.toml"
+    settings.write_text('mode = "lazy"')
+    config = Config.load(settings, env={}, model=rag.config.model, store=tmp_path / "store")
+    client = local(create_app(LazyRAG(config, engine=engine)))
+    answer = completion(client).json()
+    assert answer["lazyrag"]["mode_why"] == "set by lazyrag.toml"
+    own = client.post("/v1/generate", json={"prompts": [{"text": "Hello"}]})
+    assert "set by lazyrag.toml" in own.text
+    assert str(tmp_path) not in own.text + json.dumps(answer)
 
 
 def test_a_call_in_the_history_is_shown_to_the_template_as_an_object(make: Callable[..., Made]) -> None:

@@ -128,6 +128,10 @@ def test_a_question_is_answered_with_its_sources(client: TestClient, rag: LazyRA
     assert [source["id"] for source in got["sources"]] == [hit.chunk.id for hit in wanted.hits]
     assert got["sources"][0]["document_id"] == "bridge"
     assert {source["kv"] for source in got["sources"]} <= {COMPUTED, HBM}
+    assert (got["mode"], got["mode_why"]) == (rag.choice.mode, rag.choice.why)
+    asked = client.post("/v1/query", json={"question": question, "mode": "exact"}).json()
+    assert (asked["mode"], asked["mode_why"]) == ("exact", "asked for by the request")
+    assert client.post("/v1/query", json={"question": question, "mode": "prefix"}).status_code == 400
     found = client.post("/v1/search", json={"query": question, "k": 1}).json()["data"]
     assert [hit["id"] for hit in found] == [wanted.hits[0].chunk.id]
     assert found[0]["text"] == wanted.hits[0].chunk.text

@@ -2,7 +2,10 @@
 
     parse -> split -> embed -> store (one transaction a document) -> delete -> embed what has no vector -> index
                                   |
-                                  +-> warm, at the same time; then what was stored before and is not warm
+                                  +-> warm; then what was stored before and is not warm
+
+Three threads work at the same time: the caller's reads, splits and stores, one embeds the group of documents that was
+read last, and one has the engine compute what was stored. Between them wait a group or two, and `_AHEAD` chunks.
 
 Nothing is remembered of an interrupted run, because nothing needs to be: what is in the store is whole, so the next
 plan finds it unchanged, and chunks that have no vector, or whose KV is not known to be kept, are embedded and warmed. A
@@ -14,7 +17,9 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import isfinite
@@ -52,7 +57,7 @@ PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
 )
 
 EMBED_BATCH = 64
-_GROUP = 256  # chunks that are split before their documents are embedded and stored
+_GROUP = 128  # chunks that are split before their documents are embedded and stored
 _MARK = 32  # warmed chunks that are journaled at once
 _AHEAD = 512  # chunks that wait for the engine
 
@@ -425,6 +430,49 @@ class _Ready:
     chunks: list[EncodedChunk]
 
 
+class _Embedding:
+    """Embeds texts in a thread of its own, batch by batch in the order in which they were given.
+
+    Args:
+        embedder: makes the vectors.
+    """
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-embed")
+
+    def begin(self, texts: Mapping[ChunkId, str]) -> list[_Batch]:
+        """Have texts embedded."""
+        ids = list(texts)
+        batches = (ids[start : start + EMBED_BATCH] for start in range(0, len(ids), EMBED_BATCH))
+        return [(batch, self._pool.submit(self._embed, [texts[id] for id in batch])) for batch in batches]
+
+    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        return self._embedder.embed_documents(texts)
+
+    def close(self) -> None:
+        """Stop after the batch under way."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_Batch: TypeAlias = "tuple[list[ChunkId], Future[NDArray[np.float32]]]"
+
+
+@dataclass(slots=True)
+class _Group:
+    """Documents whose chunks are being embedded.
+
+    Attributes:
+        ids: of their chunks.
+        vectors: of those that the store, or a group before this one, has; the others' come with `batches`.
+    """
+
+    documents: list[_Ready]
+    ids: set[ChunkId]
+    vectors: dict[ChunkId, NDArray[np.float32]]
+    batches: list[_Batch]
+
+
 class _Run:
     """One run: its counters, and its stages as generators of events."""
 
@@ -436,6 +484,7 @@ class _Run:
         self._added = self._changed = self._deleted = 0
         self._chunks_added = self._chunks_removed = self._embedded = self._warmed = 0
         self._split = self._stored = self._to_embed = 0
+        self._embedding = _Embedding(plan.embedder) if plan.embedder is not None else None
         self._warming: _Warming | None = None
         self._fingerprint: str | None = None
         self._given = self._done = self._kept = self._beyond = 0
@@ -456,12 +505,14 @@ class _Run:
             if sync:
                 yield from self._delete()
             remove_doomed_kv(store)
-            if plan.embedder is not None:
-                yield from self._complete(plan.embedder)
+            if self._embedding is not None:
+                yield from self._complete(self._embedding)
                 yield self._index()
             if self._warming is not None:
                 yield from self._rest()
         finally:
+            if self._embedding is not None:
+                self._embedding.close()
             if self._warming is not None:
                 self._warming.close()
                 self._mark()
@@ -475,39 +526,55 @@ class _Run:
 
     def _documents(self) -> Iterator[Progress]:
         sources = [*self._plan.added, *self._plan.changed]
-        group: list[_Ready] = []
+        documents: list[_Ready] = []
+        groups: deque[_Group] = deque()
         for number, source in enumerate(sources, 1):
             try:
                 document = source.load()
                 self._num_bytes += source.num_bytes
                 yield self._progress(PARSE, number, len(sources))
-                group.append(_Ready(source, document, self._plan.splitter.split(document)))
+                documents.append(_Ready(source, document, self._plan.splitter.split(document)))
                 self._split += 1
                 yield self._progress(SPLIT, self._split, len(sources))
             except (InputError, MissingExtraError) as error:
                 yield self._failure(PARSE, number, len(sources), source.id, error)
             # Small documents are embedded together; a large one does not wait for others.
-            if sum(len(ready.chunks) for ready in group) >= _GROUP:
-                yield from self._put(group, len(sources))
-                group.clear()
-        yield from self._put(group, len(sources))
+            if sum(len(ready.chunks) for ready in documents) >= _GROUP:
+                groups.append(self._begin(documents, groups))
+                documents = []
+                if len(groups) > 1:  # the last one is being embedded while the one before is stored
+                    yield from self._put(groups, len(sources))
+        groups.append(self._begin(documents, groups))
+        while groups:
+            yield from self._put(groups, len(sources))
 
-    def _put(self, group: Sequence[_Ready], total: int) -> Iterator[Progress]:
-        texts = {encoded.chunk.id: encoded.chunk.text for ready in group for encoded in ready.chunks}
-        vectors: dict[ChunkId, NDArray[np.float32]] = {}
-        if self._plan.embedder is not None:
-            # Those that are stored, too: a document of this group, or another process, may drop the chunk before the
-            # document that needs it is stored.
-            vectors = self._store.vectors_of(texts, self._plan.namespace)
-            yield from self._embed(self._plan.embedder, texts, vectors)
+    def _begin(self, documents: list[_Ready], before: Iterable[_Group]) -> _Group:
+        """Begin to embed the chunks of documents, but for those that have a vector or get one with a group before."""
+        texts = {encoded.chunk.id: encoded.chunk.text for ready in documents for encoded in ready.chunks}
+        if self._embedding is None:
+            return _Group(documents, set(texts), {}, [])
+        # Vectors that are stored are kept, too: a document of this group, or another process, may drop the chunk before
+        # the document that needs it is stored.
+        vectors = self._store.vectors_of(texts, self._plan.namespace)
+        coming = set[ChunkId]().union(*(group.ids for group in before))
+        new = {id: text for id, text in texts.items() if id not in vectors and id not in coming}
+        self._to_embed += len(new)
+        return _Group(documents, set(texts), vectors, self._embedding.begin(new))
+
+    def _put(self, groups: deque[_Group], total: int) -> Iterator[Progress]:
+        """Store the documents of the first group."""
+        group = groups.popleft()
+        yield from self._embedded_batches(group.batches, group.vectors)
+        for later in groups:
+            later.vectors |= {id: group.vectors[id] for id in later.ids & group.vectors.keys()}
         new = {source.id for source in self._plan.added}
-        for ready in group:
+        for ready in group.documents:
             source = ready.source
             try:
                 change = self._store.put_document(
                     ready.document,
                     ready.chunks,
-                    vectors=vectors,
+                    vectors=group.vectors,
                     sha256=source.sha256,
                     recipe=_recipe(self._plan.splitter, self._plan.embedder),
                     mtime=source.mtime,
@@ -528,26 +595,23 @@ class _Run:
                 chunks = {encoded.chunk.id: encoded.token_ids for encoded in ready.chunks}
                 yield from self._offer((id, tokens) for id, tokens in chunks.items() if id in new_chunks)
 
-    def _embed(
-        self, embedder: Embedder, texts: Mapping[ChunkId, str], vectors: dict[ChunkId, NDArray[np.float32]]
+    def _embedded_batches(
+        self, batches: Iterable[_Batch], vectors: dict[ChunkId, NDArray[np.float32]]
     ) -> Iterator[Progress]:
-        """Add to `vectors` those of the texts that are not in it."""
-        ids = [id for id in texts if id not in vectors]
-        self._to_embed += len(ids)
-        for start in range(0, len(ids), EMBED_BATCH):
-            batch = ids[start : start + EMBED_BATCH]
-            made = embedder.embed_documents([texts[id] for id in batch])
-            vectors.update(zip(batch, made, strict=True))
-            self._embedded += len(batch)
+        """Wait for vectors, and add them to those that there are."""
+        for ids, made in batches:
+            vectors.update(zip(ids, made.result(), strict=True))
+            self._embedded += len(ids)
             yield self._progress(EMBED, self._embedded, self._to_embed)
 
-    def _complete(self, embedder: Embedder) -> Iterator[Progress]:
+    def _complete(self, embedding: _Embedding) -> Iterator[Progress]:
         """Embed the namespace's chunks that have no vector: another process stored them without, or dropped it."""
         bare = self._store.without_vector(self._plan.namespace)
         for start in range(0, len(bare), _GROUP):
             texts = self._store.get_texts(bare[start : start + _GROUP], self._plan.namespace)
             vectors: dict[ChunkId, NDArray[np.float32]] = {}
-            yield from self._embed(embedder, texts, vectors)
+            self._to_embed += len(texts)
+            yield from self._embedded_batches(embedding.begin(texts), vectors)
             self._store.put_vectors(vectors, self._plan.namespace)
 
     def _delete(self) -> Iterator[Progress]:

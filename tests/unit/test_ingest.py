@@ -58,6 +58,8 @@ class Engine:
                 raise KeyboardInterrupt
             if text in self.errors:
                 yield id, self.errors[text]
+                if not isinstance(self.errors[text], CapacityError):
+                    return  # nothing is computed after that
             else:
                 self.warmed.append(text)
                 yield id, Reuse(len(ids), 0, (COMPUTED,))
@@ -487,6 +489,53 @@ def test_the_engine_works_while_documents_are_embedded(store, docs):
 
     docs(**{f"d{i}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(100)) for i in range(4)}, last="the last one")
     assert summary_of(store, docs.folder, warm=warm, fingerprint="f", embedder=Waiting()).warmed == 401
+
+
+def test_documents_are_read_split_and_stored_while_others_are_embedded(store, docs):
+    """Each embedding of a group but the last waits until the next one was read, and the one before was stored."""
+    parsed, stored = threading.Semaphore(0), threading.Semaphore(0)
+    waited = []
+
+    class Waiting(HashEmbedder):
+        def embed_documents(self, texts):
+            group = texts[0].partition(" ")[0]
+            if group not in waited:
+                waited.append(group)
+                assert group == "3" or parsed.acquire(timeout=60), "the next group is read after this one was embedded"
+                assert group == "0" or stored.acquire(timeout=60), "the one before is stored after this one"
+            return super().embed_documents(texts)
+
+    docs(**{f"d{i}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(200)) for i in range(4)})
+    parsed_or_stored = {PARSE: parsed, STORE: stored}
+    for event in run(make_plan(store, docs.folder, embedder=Waiting())):
+        if getattr(event, "stage", "") in parsed_or_stored and (event.stage, event.done) != (PARSE, 1):
+            parsed_or_stored[event.stage].release()
+    assert waited == ["0", "1", "2", "3"]
+    assert store.check() == []
+
+
+def test_a_text_of_several_groups_is_embedded_once(store, docs):
+    embedder = CountingEmbedder()
+    shared = "\n\n".join(f"shared {j} {'x' * 40}" for j in range(100))
+    docs(**{f"d{i}": shared + "\n\n" + "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(100)) for i in range(4)})
+    summary = summary_of(store, docs.folder, embedder=embedder)
+    assert len(embedder.seen) == len(set(embedder.seen)) == summary.embedded == 500
+    assert store.check() == []
+
+
+def test_an_embedder_that_fails_ends_the_run_and_what_was_stored_stays(store, docs):
+    class Failing(HashEmbedder):
+        def embed_documents(self, texts):
+            if texts[0].startswith("2 "):
+                raise MemoryError
+            return super().embed_documents(texts)
+
+    docs(**{f"d{i}": "\n\n".join(f"{i} {j} {'x' * 40}" for j in range(200)) for i in range(4)})
+    with pytest.raises(MemoryError):
+        summary_of(store, docs.folder, embedder=Failing())
+    assert store.check() == []
+    assert store.stats()["documents"] == 2
+    assert summary_of(store, docs.folder).added == 2
 
 
 def test_an_engine_that_is_slow_is_not_given_more_than_waits_for_it(store, docs):

@@ -285,6 +285,15 @@ class RemoteRAG:
             return {"chunks_removed": 0, "kv_files_removed": 0}
         return answer
 
+    def kv(self) -> Mapping[str, Any]:
+        """How much of the chunks' KV the server keeps on disk, and whether it is computing some in the background."""
+        answer: Mapping[str, Any] = self._write("GET", "/v1/kv")
+        return answer
+
+    def rebuild_kv(self) -> None:
+        """Have the server compute, in the background, the KV of the chunks that have none on disk."""
+        self._write("POST", "/v1/kv/rebuild")
+
     # ------------------------------------------------------------ HTTP
 
     def _write(self, method: str, path: str, body: Values | None = None) -> Any:

@@ -75,6 +75,7 @@ class What(str, Enum):
     run = "run"
     profile = "profile"
     segment = "segment"
+    ingest = "ingest"
 
 
 class Countable(Protocol):
@@ -1009,7 +1010,8 @@ def match(store: Store, namespace: str, name: str, *, recursive: bool = False) -
 @guarded
 def bench(
     what: Annotated[
-        What, typer.Argument(help="Figures; where a hot request's milliseconds go; or how fast chunks are found.")
+        What,
+        typer.Argument(help="Figures; a hot request's milliseconds; how fast chunks are found; how fast an ingest is."),
     ] = What.run,
     shape: Annotated[
         str | None, typer.Option("--shape", help="llama-8b or tiny; chooses the workloads, too. [tiny without a GPU]")
@@ -1056,6 +1058,12 @@ def bench(
             raise InputError(f"No engine is started to find chunks: {', '.join(given)} cannot be.")
         bench_segment(quick, rounds, out, as_json, command)
         return
+    if what is What.ingest:
+        of_engines = {"--shape": shape, "--time-limit": time_limit, "--kv-gb": kv_gb, "--engine-args": engine_args}
+        if given := [name for name, value in {**of_engines, "--rounds": rounds, "--eager": eager}.items() if value]:
+            raise InputError(f"{', '.join(given)} cannot be set here.", fix="Set variables: LAZYRAG_ENGINE_ARGS, ...")
+        bench_ingest(metrics, quick, model, out, as_json, command)
+        return
     from lazyrag.bench import report, run
 
     options = run.options(
@@ -1083,6 +1091,17 @@ def bench_segment(quick: bool, prompts: int | None, out: Path | None, as_json: b
     options = segment.QUICK if quick else segment.FULL
     result = segment.bench(options, say, prompts=prompts, out=out, command=command)
     reply(asdict(result), as_json, lambda: segment.tables(result))
+
+
+def bench_ingest(
+    metrics: str | None, quick: bool, model: Path | None, out: Path | None, as_json: bool, command: str
+) -> None:
+    from lazyrag.bench import ingest
+
+    cases = ingest.CASES if metrics is None else split_names(metrics)
+    chunks = ingest.QUICK if quick else ingest.FULL
+    result = ingest.bench(cases, chunks, say, model=str(model or ""), out=out, command=command)
+    reply(asdict(result), as_json, lambda: ingest.tables(result))
 
 
 # ---------------------------------------------------------------- quality

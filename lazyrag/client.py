@@ -675,8 +675,9 @@ class LazyRAG:
         plan: IngestPlan | None = None,
         sync: bool = False,
         warm: bool = True,
+        rest: bool = True,
         batch: int = engines.WARMED_AT_ONCE,
-    ) -> Iterator[Progress | Summary]:
+    ) -> Generator[Progress | Summary, None, None]:
         """Take files, folders and documents into the store; the last event is the Summary. Run it again to resume.
 
         Args:
@@ -685,6 +686,7 @@ class LazyRAG:
             plan: do this one (`plan_ingest`), not a new one.
             sync: delete stored documents whose files are gone from the given folders.
             warm: compute the KV of every chunk now. Else the first prompt that holds a chunk pays for it.
+            rest: of every chunk of the store, that is; False: of those in the given documents.
             batch: chunks that are computed at a time.
 
         Raises:
@@ -702,6 +704,7 @@ class LazyRAG:
             plan,
             sync=sync,
             warm=partial(self._warm_tokens, batch=batch) if warm else None,
+            rest=rest,
             fingerprint=fingerprint,
             bytes_per_token=bytes_per_token,
         )
@@ -773,7 +776,7 @@ class LazyRAG:
         from lazyrag import care
 
         store, namespace = self._needed_store(), self.config.namespace
-        if self._mode.is_exact or self.config.kv_dir is None:
+        if not self.keeps_kv:
             raise ConfigError("No chunk's KV is kept on disk with these settings.", fix="Set mode lazy and kv_disk.")
         if everything:
             care.drop_kv(store, namespace)
@@ -806,11 +809,16 @@ class LazyRAG:
         """
         store, namespace = self._needed_store(), self.config.namespace
         chunks = store.stats(namespace)["reusable"]
-        if self._mode.is_exact or self.config.kv_dir is None:
+        if not self.keeps_kv:
             return KVState(chunks, 0, False)
         name = self._kv_name()
         missing = store.num_unwarmed(name, namespace)
         return KVState(chunks, chunks - missing, missing > 0 and store.settings().get("kv", name) != name)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether chunks' KV is kept on disk with these settings."""
+        return not self._mode.is_exact and self.config.kv_dir is not None
 
     def needs_warming(self, plan: IngestPlan) -> bool:
         """Whether `ingest` has chunks to compute for this plan, and so starts the engine. Starts none to find out."""

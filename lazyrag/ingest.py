@@ -57,7 +57,7 @@ PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
 )
 
 EMBED_BATCH = 64
-_GROUP = 128  # chunks that are split before their documents are embedded and stored
+_GROUP = EMBED_BATCH  # chunks that are split before their documents are embedded and stored
 _MARK = 32  # warmed chunks that are journaled at once
 _AHEAD = 512  # chunks that wait for the engine
 
@@ -106,6 +106,11 @@ class IngestPlan(Difference):
     embedder: Embedder | None = field(repr=False)
     namespace: str
     quota: Quota = NO_QUOTA
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all documents that were given and can be read."""
+        return [*(source.id for source in (*self.added, *self.changed)), *self.unchanged]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -228,6 +233,7 @@ def run(
     *,
     sync: bool = False,
     warm: Warm | None = None,
+    rest: bool = True,
     fingerprint: str | None = None,
     bytes_per_token: int = 0,
 ) -> Iterator[Progress | Summary]:
@@ -238,6 +244,7 @@ def run(
         sync: delete the documents that are missing.
         warm: has the KV computed of every chunk of the namespace that is not known to be warm. None: the first prompt
             that holds a chunk pays for it.
+        rest: warm what is in the store besides the plan's documents, too.
         fingerprint: names the place where `warm` leaves the KV: model, KV format, and what chunks are computed behind.
             What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
             the process.
@@ -247,7 +254,7 @@ def run(
         StoreError: the store was made with another tokenizer or embedder, or fails.
         EngineDeadError: the engine stopped while warming.
     """
-    yield from _Run(plan, bytes_per_token).events(sync, warm, fingerprint)
+    yield from _Run(plan, bytes_per_token).events(sync, warm, rest, fingerprint)
 
 
 def _unfit(document: object) -> str:
@@ -444,7 +451,8 @@ class _Embedding:
     def begin(self, texts: Mapping[ChunkId, str]) -> list[_Batch]:
         """Have texts embedded."""
         ids = list(texts)
-        batches = (ids[start : start + EMBED_BATCH] for start in range(0, len(ids), EMBED_BATCH))
+        size = -(-len(ids) // max(1, -(-len(ids) // EMBED_BATCH)))  # as few as possible, all of about one size
+        batches = (ids[start : start + size] for start in range(0, len(ids), max(1, size)))
         return [(batch, self._pool.submit(self._embed, [texts[id] for id in batch])) for batch in batches]
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -491,7 +499,9 @@ class _Run:
         self._offered: dict[ChunkId, tuple[int, ...]] = {}  # chunks that the store does not know to be warm
         self._unmarked: dict[ChunkId, tuple[int, ...]] = {}
 
-    def events(self, sync: bool, warm: Warm | None, fingerprint: str | None) -> Iterator[Progress | Summary]:
+    def events(
+        self, sync: bool, warm: Warm | None, rest: bool, fingerprint: str | None
+    ) -> Iterator[Progress | Summary]:
         plan, store = self._plan, self._store
         store.require(**plan.settings)
         key = store.start_run(plan.namespace)
@@ -509,7 +519,7 @@ class _Run:
                 yield from self._complete(self._embedding)
                 yield self._index()
             if self._warming is not None:
-                yield from self._rest()
+                yield from self._rest(None if rest else self._plan.ids)
         finally:
             if self._embedding is not None:
                 self._embedding.close()
@@ -679,10 +689,10 @@ class _Run:
                 del self._offered[id]
             self._unmarked = {}
 
-    def _rest(self) -> Iterator[Progress]:
-        """What was in the store already and is not warm; then wait for all."""
+    def _rest(self, documents: Sequence[str] | None) -> Iterator[Progress]:
+        """What was in the store already (None), or in these documents, and is not warm; then wait for all."""
         assert self._warming is not None
-        yield from self._offer(self._store.unwarmed(self._fingerprint or "", self._plan.namespace))
+        yield from self._offer(self._store.unwarmed(self._fingerprint or "", self._plan.namespace, of=documents))
         for result in self._warming.finish():
             yield from self._take(*result)
         if self._beyond:

@@ -543,10 +543,20 @@ class Store:
             row = db.execute(f"SELECT count(*) FROM chunks {_UNWARMED}", (fingerprint, namespace, 0)).fetchone()
         return int(row[0])
 
-    def unwarmed(self, fingerprint: str, namespace: str = "") -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
-        """Id and tokens of each reusable chunk whose KV no engine with this fingerprint is known to have kept."""
-        sql = f"SELECT key, id, tokens FROM chunks {_UNWARMED} ORDER BY key LIMIT ?"
-        for _, id, blob in self._pages(sql, fingerprint, namespace, 0):
+    def unwarmed(
+        self, fingerprint: str, namespace: str = "", *, of: Iterable[str] | None = None
+    ) -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        """Id and tokens of each reusable chunk whose KV no engine with this fingerprint is known to have kept.
+
+        Args:
+            fingerprint: see `mark_warm`.
+            namespace: whose chunks.
+            of: only those that stand in these documents, given by id.
+        """
+        where = _UNWARMED if of is None else f"WHERE {_STANDS_IN} AND {_UNWARMED.removeprefix('WHERE ')}"
+        documents = () if of is None else (namespace, _json(of))
+        sql = f"SELECT key, id, tokens FROM chunks {where} ORDER BY key LIMIT ?"
+        for _, id, blob in self._pages(sql, *documents, fingerprint, namespace, 0):
             yield id, _tokens(blob)
 
     def mark_warm(self, ids: Iterable[ChunkId], fingerprint: str, namespace: str = "") -> None:
@@ -735,6 +745,9 @@ _DOCUMENTS = "SELECT id, source, title, metadata, sha256, recipe, mtime, pinned 
 
 _PLACES = """SELECT c.id, c.text, c.num_tokens, d.id, d.source, s.start, s.end, s.page, d.title, d.metadata
     FROM documents d JOIN spans s ON s.document = d.key JOIN chunks c ON c.key = s.chunk"""
+
+_STANDS_IN = """key IN (SELECT chunk FROM spans JOIN documents d ON document = d.key
+    WHERE d.namespace = ? AND d.id IN (SELECT value FROM json_each(?)))"""
 
 _NO_VECTOR = "NOT EXISTS (SELECT 1 FROM vectors WHERE chunk = key)"
 

@@ -235,16 +235,23 @@ def run(
 ) -> None:
     """Serve until a signal says stop; then no new requests are taken, and those under way have `GRACE_S` to end.
 
+    Documents that are coming in are not waited for: what was stored stays, and the request gets 503.
+
     Args:
         app: made by `create_app`.
         listener: made by `bound`.
         started: called when the server can be reached.
         stopping: called when it is told to stop.
     """
+
+    def stop() -> None:
+        app.state.service.stopping.set()
+        stopping()
+
     # No access log: paths hold ids of documents.
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S)
     with _outliving(signal.SIGINT, signal.SIGTERM):
-        _Server(config, started, stopping).run(sockets=[listener])
+        _Server(config, started, stop).run(sockets=[listener])
 
 
 @contextmanager

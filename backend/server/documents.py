@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from itertools import islice
@@ -25,7 +26,7 @@ from lazyrag.backend.server.schemas import (
     SegmentRequest,
 )
 from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, unless_gone
-from lazyrag.errors import QuotaError
+from lazyrag.errors import EngineDeadError, QuotaError
 from lazyrag.ingest import Summary, source_of
 from lazyrag.loaders import Source
 from lazyrag.types import Chunk, Document, Hit, PromptPlan, Reuse
@@ -45,8 +46,11 @@ Skip = Annotated[int, Query(ge=0, le=1 << 40)]
 
 @router.post("/documents")
 async def add_documents(body: DocumentsRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
-    """Add documents, or take up what changed in them; the same documents again change nothing."""
-    return await service.write(_ingest, rag, [_document(given) for given in body.documents], body.warm)
+    """Add documents, or take up what changed in them; the same documents again change nothing.
+
+    With `warm`, the answer comes when their KV is computed; that of the namespace's others is, in the background.
+    """
+    return await service.write(_ingest, service, rag, [_document(given) for given in body.documents], body.warm)
 
 
 def _document(given: DocumentIn | str) -> Document | Source:
@@ -58,9 +62,16 @@ def _document(given: DocumentIn | str) -> Document | Source:
     return document if given.sha256 is None else source_of(document, given.sha256, given.mtime)
 
 
-def _ingest(rag: LazyRAG, documents: Sequence[Document | Source], warm: bool) -> dict[str, Any]:
-    *_, summary = rag.ingest(documents=documents, warm=warm)
-    assert isinstance(summary, Summary)
+def _ingest(service: Service, rag: LazyRAG, documents: Sequence[Document | Source], warm: bool) -> dict[str, Any]:
+    summary = Summary()
+    with closing(rag.ingest(documents=documents, warm=warm, rest=False)) as events:
+        for event in events:
+            if isinstance(event, Summary):
+                summary = event
+            elif service.stopping.is_set():
+                raise EngineDeadError("The server stops.", why="What it has stored stays.", fix="Send the same again.")
+    if warm:
+        service.rebuilding.start_if_needed(rag)
     full = [failure.error for failure in summary.failed if isinstance(failure.error, QuotaError)]
     if full and not (summary.added or summary.changed or summary.unchanged):
         raise full[0]
@@ -168,7 +179,10 @@ def hit_values(hit: Hit) -> dict[str, Any]:
 
 @router.get("/kv")
 async def kv(rag: Caller, service: ServiceOf) -> dict[str, Any]:
-    """How much of the chunks' KV is kept on disk for this model, and whether it is being computed."""
+    """How much of the chunks' KV is kept on disk for this model, and whether it is being computed.
+
+    `on_disk`: whether any is, with the server's settings.
+    """
     return await asyncio.to_thread(_kv, rag, service)
 
 
@@ -182,7 +196,7 @@ async def rebuild_kv(rag: Caller, service: ServiceOf) -> dict[str, Any]:
 
 def _kv(rag: LazyRAG, service: Service) -> dict[str, Any]:
     state = asdict(rag.kv_state()) if rag.store is not None else {"chunks": 0, "kept": 0, "of_another": False}
-    return {**state, "rebuilding": asdict(service.rebuilding.state(rag.config.namespace))}
+    return {**state, "on_disk": rag.keeps_kv, "rebuilding": asdict(service.rebuilding.state(rag.config.namespace))}
 
 
 # ---------------------------------------------------------------- retrieval and prompts

@@ -1,6 +1,7 @@
 """Files -> a running server. The server compares, splits, embeds and warms; this reads files and sends what it lacks.
 
     scan -> which of them are needed (digests only) -> parse -> send, some at a time -> delete what is gone
+         -> wait until what was there before is warm, too
 
 As with `lazyrag.ingest`, nothing is remembered of a run that was stopped: what the server has acknowledged is stored,
 and the next run is told that it is not needed any more.
@@ -8,13 +9,14 @@ and the next run is told that it is not needed any more.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from typing import Any, Protocol
 
 from lazyrag.errors import EngineDeadError, InputError, LazyRAGError, MissingExtraError, RequestError
-from lazyrag.ingest import DELETE, PARSE, STORE, Difference, Progress, Summary
+from lazyrag.ingest import DELETE, PARSE, STORE, WARM, Difference, Progress, Summary
 from lazyrag.loaders import MAX_BYTES, Failure, Source, scan
 from lazyrag.types import Document
 
@@ -24,6 +26,8 @@ MOST_SENT = 32
 """Documents in one request."""
 MOST_CHARS = 1 << 20
 """Characters of them, beyond which no further one is put in."""
+LOOK_S = 0.5
+"""Between two looks at what the server computes in the background."""
 
 
 class Server(Protocol):
@@ -33,6 +37,8 @@ class Server(Protocol):
     def document_ids(self) -> Iterator[str]: ...
     def add_documents(self, documents: Sequence[tuple[Document, Source]], *, warm: bool) -> Mapping[str, Any]: ...
     def delete_document(self, id: str) -> Mapping[str, Any]: ...
+    def kv(self) -> Mapping[str, Any]: ...
+    def rebuild_kv(self) -> None: ...
 
 
 def compare(server: Server, paths: Iterable[str | PathLike[str]], *, max_bytes: int = MAX_BYTES) -> Difference:
@@ -76,7 +82,7 @@ def feed(
         server: where to.
         difference: made now by `compare`; a file that has changed since then is a failure.
         sync: delete the documents that are missing.
-        warm: have the server compute the chunks' KV now.
+        warm: have the server compute the KV of every chunk now. It goes on with that if this is stopped.
 
     Raises:
         EngineDeadError: the server cannot be reached, or its engine stays away.
@@ -113,6 +119,8 @@ class _Feed:
             self._counts["chunks_removed"] += self._server.delete_document(id)["chunks_removed"]
             deleted += 1
             yield Progress(DELETE, deleted, len(difference.missing), self._num_bytes)
+        if self._warm:
+            yield from self._rest()
         yield Summary(
             **self._counts,
             unchanged=len(difference.unchanged),
@@ -143,6 +151,22 @@ class _Feed:
             refused = RequestError("The server did not take it:", why=failed["error"])
             yield self._failure(STORE, self._stored, total, failed["id"], refused)
         yield Progress(STORE, self._stored, total, self._num_bytes)
+
+    def _rest(self) -> Iterator[Progress]:
+        """What the server has stored and not warmed."""
+        kv = self._server.kv()
+        if not kv["on_disk"] or kv["kept"] == kv["chunks"]:
+            return
+        before = kv["kept"]
+        self._server.rebuild_kv()
+        while (kv := self._server.kv())["rebuilding"]["running"]:
+            yield Progress(WARM, kv["kept"] - before, kv["chunks"] - before, self._num_bytes)
+            time.sleep(LOOK_S)
+        warmed = max(0, kv["kept"] - before)
+        self._counts["warmed"] += warmed
+        if why := kv["rebuilding"]["error"]:
+            error = RequestError("The server did not compute the KV of all chunks:", why=why)
+            yield self._failure(WARM, warmed, kv["chunks"] - before, "the server", error)
 
     def _failure(self, stage: str, done: int, total: int, source: str, error: LazyRAGError) -> Progress:
         failure = Failure(source, error)

@@ -37,12 +37,16 @@ class State:
 
 
 class Rebuilding:
-    """One thread for each namespace that is rebuilt."""
+    """One thread for each namespace that is rebuilt.
 
-    def __init__(self) -> None:
+    Args:
+        stopping: set when the server stops; what is under way then ends after the chunks that are being computed.
+    """
+
+    def __init__(self, stopping: threading.Event) -> None:
         self._states: dict[str, State] = {}
         self._threads: list[threading.Thread] = []
-        self._stopping = threading.Event()
+        self._stopping = stopping
         self._lock = threading.Lock()
 
     def state(self, namespace: str) -> State:
@@ -60,10 +64,17 @@ class Rebuilding:
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
             thread.start()
 
+    def start_if_needed(self, rag: LazyRAG) -> None:
+        """Begin if there is KV to compute; not after an error, such as a full quota, which would come again."""
+        if rag.keeps_kv and not self.state(rag.config.namespace).error:
+            kv = rag.kv_state()
+            if kv.kept < kv.chunks:
+                self.start(rag)
+
     def close(self) -> None:
-        """Stop after the chunks under way; what was computed is kept."""
+        """Wait for the end, once `stopping` is set; what was computed is kept."""
         with self._lock:
-            self._stopping.set()
+            assert self._stopping.is_set()
         for thread in self._threads:
             thread.join()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -101,13 +102,17 @@ class Service:
         keys: without any, only callers on this machine are served, as `rag`'s namespace.
         limits: what is taken.
         engine: the engine that `rag` runs on, if it is supervised.
+
+    Attributes:
+        stopping: set when the server is told to stop. Writes look at it, for they may take long.
     """
 
     def __init__(self, rag: LazyRAG, keys: Keys, limits: Limits, engine: SupervisedEngine | None) -> None:
         self.root, self.keys, self.limits, self.engine = rag, keys, limits, engine
         self.queue = Queue(limits.places)
         self.metrics = Metrics(self._gauges, lambda: rag.engine.stats())
-        self.rebuilding = Rebuilding()
+        self.stopping = threading.Event()
+        self.rebuilding = Rebuilding(self.stopping)
         self._rags: dict[str, LazyRAG] = {}
         # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
@@ -156,7 +161,8 @@ class Service:
         return said
 
     def close(self) -> None:
-        """Wait for writes under way."""
+        """Have writes under way end, and wait for that."""
+        self.stopping.set()
         self.rebuilding.close()
         self._writer.shutdown(cancel_futures=True)
 

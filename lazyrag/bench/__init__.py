@@ -9,6 +9,7 @@ child       what runs in such a process
 gate        the answers come first: no figure is printed if they are wrong
 measure     arms take turns, round by round
 segment     how fast chunks are found in prompts, beside Aho-Corasick and str.find; needs no engine
+ingest      whether embedding and prefill overlap in an ingest, and what memory it takes
 texts       what it searches: chunks and prompts like a company's
 matcher     the slow and simple way to find chunks, its oracle
 hits        the KV hit ratio, simulated from a trace; needs no engine

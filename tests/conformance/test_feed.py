@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lazyrag.backend.server.auth import Keys
 from lazyrag.backend.server.feed import compare, feed
 from lazyrag.cli import app
 from lazyrag.client import LazyRAG
-from lazyrag.errors import EngineDeadError
+from lazyrag.errors import EngineDeadError, StoreError
 
 KEYS = Keys({"sk-a": "a", "sk-b": "b"}, quotas={"b": {"documents": 2}})
 
@@ -156,6 +157,36 @@ def test_a_busy_server_is_waited_for_and_one_that_is_gone_is_not(
     server.close()
     with pytest.raises(EngineDeadError, match="There is no LazyRAG server"):
         compare(RemoteRAG("http://127.0.0.1:9"), [docs])
+
+
+def test_chunks_that_are_stored_and_cold_are_warmed_too(
+    run: Callable[..., Any], url: str, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lazyrag.backend.server.feed.LOOK_S", 0.01)
+    # The engine has no disk, so whether notes are believed is not the files' matter here.
+    monkeypatch.setattr(LazyRAG, "_is_kv_kept", lambda self, store, fingerprint: True)
+    cold = run(docs, "--kv", "none").values
+    assert (cold["added"], cold["warmed"]) == (5, 0)
+    with closing(RemoteRAG(url, "sk-a")) as server:
+        assert server.kv()["kept"] == 0
+        again = run(docs).values
+        assert (again["unchanged"], again["warmed"]) == (5, cold["chunks_added"])
+        assert server.kv()["kept"] == server.kv()["chunks"] == cold["chunks_added"]
+        assert run(docs).values["warmed"] == 0
+
+
+def test_kv_that_the_server_cannot_compute_is_a_failure_of_the_run(
+    run: Callable[..., Any], docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rebuild(self: LazyRAG, batch: int) -> Any:
+        raise StoreError("The disk is full.")
+        yield
+
+    monkeypatch.setattr(LazyRAG, "rebuild_kv", rebuild)
+    run(docs, "--kv", "none")
+    failed = run(docs)
+    assert failed.exit_code == 1
+    assert "The disk is full" in failed.values["failed"][0]["error"]
 
 
 def test_what_the_server_decides_cannot_be_set_beside_it(run: Callable[..., Any], docs: Path) -> None:

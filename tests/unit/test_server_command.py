@@ -32,7 +32,12 @@ if sys.argv[1] == "impatient":
     app.GRACE_S = 1
     del sys.argv[1]
 
-client.start_engine = lambda config, model: Closing(model, mode=config.mode, delay_s=0.002)
+delay_s = 0.002
+if sys.argv[1] == "slow":
+    delay_s = 0.5
+    del sys.argv[1]
+
+client.start_engine = lambda config, model: Closing(model, mode=config.mode, delay_s=delay_s)
 from lazyrag.cli import main
 main()
 """
@@ -109,6 +114,32 @@ def test_when_its_patience_ends_it_cuts_requests_off_and_stops(folder: Path) -> 
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
         assert errors.splitlines()[-1] == "closed"
+
+
+def test_told_to_stop_while_documents_come_in_it_stops_and_keeps_what_is_stored(folder: Path) -> None:
+    """Their KV would take the engine a minute."""
+    store = folder / "store"
+    text = "\n\n".join(f"{n}: {TEXT}" for n in range(2000))
+    with (
+        serving(folder, "--store", str(store), "--mode", "lazy", first=("slow",)) as (process, url),
+        httpx.Client(timeout=120) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        small = client.post(f"{url}/v1/documents", json={"documents": [{"id": "small", "text": TEXT}]})
+        assert small.json()["warmed"] >= 1
+        asked = pool.submit(client.post, f"{url}/v1/documents", json={"documents": [{"id": "large", "text": text}]})
+        while len(client.get(f"{url}/v1/documents").json()["data"]) < 2:
+            assert not asked.done()
+        process.send_signal(signal.SIGTERM)
+        answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert errors.splitlines()[-1] == "closed"
+    with Store.open(store) as opened:
+        assert opened.check() == []
+        assert {document.id for document in opened.documents()} == {"small", "large"}
 
 
 def test_killed_while_documents_come_in_it_loses_none_that_it_acknowledged(folder: Path) -> None:

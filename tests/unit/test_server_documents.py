@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def test_each_reason_for_computing_a_text_is_told(tenants: Any, tmp_path: Path) 
 
     second = tenants("2" * 64)
     assert why(second, "a", LETTER, run=True) == [("chunk", OTHER_MODEL)]
-    second.post("/v1/documents", json={"documents": ["Another one. " * 9]}, headers=a)  # notes what is warm
+    second.post("/v1/documents", json={"documents": ["Another one. " * 9]}, headers=a)
+    assert settled(second, a)["kept"] == 4  # those from before in the background
     for file in tmp_path.glob("store/kv/2222*/**/*.safetensors"):
         file.unlink()
     third = tenants("2" * 64)
@@ -217,15 +219,45 @@ def test_kv_of_another_model_is_rebuilt_in_the_background(tenants: Any, tmp_path
         assert second.get("/v1/kv", headers=a).json()["kept"] == 0
         begun = second.post("/v1/kv/rebuild", headers=a)
         assert (begun.status_code, begun.json()["of_another"]) == (202, True)
-        while (state := second.get("/v1/kv", headers=a).json())["rebuilding"]["running"]:
-            pass
+        state = settled(second, a)
         assert (state["kept"], state["of_another"], state["rebuilding"]["error"]) == (chunks, False, "")
         assert second.get("/v1/kv", headers={"Authorization": "Bearer sk-b"}).json()["chunks"] == 0
     with tenants("3" * 64) as third:
         assert "in the background" in third.app.state.service.look_at_kv(rebuild=True)[0]
-        while third.get("/v1/kv", headers=a).json()["rebuilding"]["running"]:
-            pass
-        assert third.get("/v1/kv", headers=a).json()["kept"] == chunks
+        assert settled(third, a)["kept"] == chunks
+
+
+def settled(client: TestClient, headers: dict[str, str]) -> Any:
+    """/v1/kv, when nothing is computed in the background any more."""
+    while (state := client.get("/v1/kv", headers=headers).json())["rebuilding"]["running"]:
+        pass
+    return state
+
+
+def test_a_request_waits_for_its_own_chunks_and_the_others_are_computed_in_the_background(
+    tenants: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = {"Authorization": "Bearer sk-a"}
+    begun: list[LazyRAG] = []
+    with tenants("1" * 64) as client:
+        first = {"documents": [{"id": "first", "text": LETTER}], "warm": False}
+        client.post("/v1/documents", json=first, headers=a)
+        assert client.get("/v1/kv", headers=a).json()["kept"] == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Rebuilding, "start", lambda self, rag: begun.append(rag))
+            second = {"documents": [{"id": "second", "text": BRIDGE}]}
+            warmed = client.post("/v1/documents", json=second, headers=a).json()["warmed"]
+            kv = client.get("/v1/kv", headers=a).json()
+            assert (kv["kept"], len(begun)) == (warmed, 1)
+            assert 0 < warmed < kv["chunks"]
+            # The same document again, with KV this time: it is what the request brought.
+            assert client.post("/v1/documents", json={**first, "warm": True}, headers=a).json()["unchanged"] == 1
+            assert client.get("/v1/kv", headers=a).json()["kept"] == kv["chunks"]
+        third = {"documents": ["The third one is as long as any. " * 9], "warm": False}
+        client.post("/v1/documents", json=third, headers=a)
+        client.post("/v1/documents", json=second, headers=a)
+        kv = settled(client, a)
+        assert kv["kept"] == kv["chunks"]
 
 
 def test_a_rebuilding_waits_for_an_engine_that_has_died(
@@ -242,9 +274,11 @@ def test_a_rebuilding_waits_for_an_engine_that_has_died(
 
     monkeypatch.setattr(rag, "rebuild_kv", rebuild)
     monkeypatch.setattr("lazyrag.backend.server.rebuild.PAUSE_S", 0.01)
-    rebuilding = Rebuilding()
+    stopping = threading.Event()
+    rebuilding = Rebuilding(stopping)
     rebuilding.start(rag)
     while rebuilding.state("").running:
         pass
     assert (rebuilding.state(""), errors) == (State(False, 3, 3, ""), [])
+    stopping.set()
     rebuilding.close()

@@ -10,7 +10,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -390,11 +391,11 @@ def warm(
     sink: Sequence[int] = (),
     namespace: str = "",
     batch: int = WARMED_AT_ONCE,
-) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-    """Make the engine hold (and keep, if it has tiers) the KV of chunks, `batch` of them in flight.
+) -> Generator[tuple[ChunkId, Reuse | Exception], None, None]:
+    """Make the engine hold (and keep, if it has tiers) the KV of chunks, up to `batch` of them in flight at all times.
 
     Each chunk is sent as an ordinary request `[prefix][chunk][tail]` with one token to generate, so warming is no
-    special case for the engine. Yields for each chunk its id and what was reused, or the error.
+    special case for the engine. Yields for each chunk, in order, its id and what was reused, or the error.
 
     Args:
         engine: the engine to warm.
@@ -405,28 +406,41 @@ def warm(
         namespace: see `Request`.
         batch: how many chunks are in flight at once.
     """
-    group: list[tuple[ChunkId, Sequence[int]]] = []
+    in_flight: deque[tuple[ChunkId, _Submitted]] = deque()
+    one = Sampling(max_tokens=1, ignore_eos=True)
 
-    def run() -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-        one = Sampling(max_tokens=1, ignore_eos=True)
-        requests = [
-            Request(
-                [*prefix, *ids, tail],
-                (Segment(cid, len(prefix), len(ids)),),
-                prefix_len=len(prefix),
-                sampling=one,
-                namespace=namespace,
-                sink=sink,
-            )
-            for cid, ids in group
-        ]
-        for (cid, _), result in zip(group, generate(engine, requests), strict=True):
-            yield cid, result if isinstance(result, Exception) else result.reuse or Reuse(0, 0)
+    def oldest() -> tuple[ChunkId, Reuse | Exception]:
+        id, submitted = in_flight[0]
+        result = submitted.result()
+        in_flight.popleft()
+        return id, result
 
-    for item in chunks:
-        group.append(item)
-        if len(group) == batch:
-            yield from run()
-            group.clear()
-    if group:
-        yield from run()
+    try:
+        for id, ids in chunks:
+            segment = Segment(id, len(prefix), len(ids))
+            tokens = [*prefix, *ids, tail]
+            in_flight.append((id, _Submitted(engine, Request(tokens, (segment,), len(prefix), one, namespace, sink))))
+            if len(in_flight) == batch:
+                yield oldest()
+        while in_flight:
+            yield oldest()
+    finally:
+        for _, submitted in in_flight:
+            submitted.cancel()
+
+
+class _Submitted:
+    """A request in flight, of which only the end is looked at."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.cancel = engine.submit(request, self._events.put)
+
+    def result(self) -> Reuse | Exception:
+        """Wait for what was reused, or for the error."""
+        while True:
+            event = self._events.get()
+            if isinstance(event, Exception):
+                return event
+            if event.finish_reason is not None:
+                return event.reuse or Reuse(0, 0)

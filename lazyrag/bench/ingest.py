@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +25,13 @@ from numpy.typing import NDArray
 
 from lazyrag import ingest
 from lazyrag.backend import engine as engines
+from lazyrag.backend.engine import Cancel, Deliver, Delta, Engine, Request
 from lazyrag.bench import report
 from lazyrag.bench.texts import Corpus
 from lazyrag.client import LazyRAG
 from lazyrag.errors import InputError
-from lazyrag.ingest import EMBED_BATCH, INDEX, STORE, Progress, Summary, Warm
-from lazyrag.retrievers.embed import Embedder, HashEmbedder
+from lazyrag.ingest import EMBED_BATCH, INDEX, STORE, Progress, Summary
+from lazyrag.retrievers.embed import Embedder
 from lazyrag.retrievers.store import Store
 from lazyrag.splitter import Splitter
 from lazyrag.types import COMPUTED, ChunkId, Reuse
@@ -134,16 +137,18 @@ def _measured(case: str, chunks: int, folder: Path, model: str, tell: Callable[[
         if case == EMBEDDING:
             slower_s = _timed(_embeddings(rag.embedder, alone))
         elif case == PREFILL:
-            rag.engine  # noqa: B018  (it is started before the clock is)
-            slower_s = _timed(_computed(rag, "alone", alone.reusable()))
+            rag.engine  # noqa: B018  (it starts before the clock does)
+            slower_s = _timed(_warmed(rag.engine, "alone", alone.reusable()))
         else:
             slower_s = COST_S * count
     embedder = rag.embedder if case == EMBEDDING else _IdleEmbedder(slower_s / count)
-    warm: Warm = partial(_computed, rag, "") if case == PREFILL else partial(_idle, slower_s / count)
+    engine: Any = rag.engine if case == PREFILL else _IdleEngine(slower_s / count)
     tell(f"{case}: all together")
     with Store.open(folder / "kb", create=True) as store:
         memory = _Memory()
-        events = ingest.run(ingest.plan(store, [docs], splitter=splitter, embedder=embedder), warm=warm)
+        events = ingest.run(
+            ingest.plan(store, [docs], splitter=splitter, embedder=embedder), warm=partial(_warmed, engine, "")
+        )
         ingest_s = _timed(map(memory.look, events))
     share = slower_s / ingest_s
     return Row(case, count, reading_s, slower_s, ingest_s, share, memory.early_bytes, memory.most_bytes)
@@ -199,32 +204,48 @@ def _embeddings(embedder: Embedder, store: Store) -> Iterator[NDArray[np.float32
         yield embedder.embed_documents(batch)
 
 
-def _computed(
-    rag: LazyRAG, namespace: str, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
+def _warmed(
+    engine: Engine, namespace: str, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
 ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-    tail = rag.tokenizer.encode_plain("\n")[-1]
-    for id, result in engines.warm(rag.engine, chunks, tail=tail, namespace=namespace):
+    for id, result in engines.warm(engine, chunks, tail=0, namespace=namespace):
         if isinstance(result, Exception):
             raise result
         yield id, result
 
 
-class _IdleEmbedder(HashEmbedder):
+class _IdleEmbedder:
     """Takes `cost_s` for each text."""
+
+    name, dim = "idle", 384
 
     def __init__(self, cost_s: float) -> None:
         self._cost_s = cost_s
 
     def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        end = time.monotonic() + self._cost_s * len(texts)
-        made = super().embed_documents(texts)
-        time.sleep(max(0.0, end - time.monotonic()))
-        return made
+        time.sleep(self._cost_s * len(texts))
+        return np.eye(1, self.dim, dtype=np.float32).repeat(len(texts), axis=0)
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        vector: NDArray[np.float32] = self.embed_documents([text])[0]
+        return vector
 
 
-def _idle(
-    cost_s: float, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
-) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-    for id, tokens in chunks:
-        time.sleep(cost_s)
-        yield id, Reuse(len(tokens), 0, (COMPUTED,))
+class _IdleEngine:
+    """Takes `cost_s` for each request, one after the other, as an engine that computes nothing but prefill."""
+
+    def __init__(self, cost_s: float) -> None:
+        self._cost_s = cost_s
+        self._requests: queue.SimpleQueue[tuple[Request, Deliver]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="lazyrag-idle-engine", daemon=True).start()
+
+    def submit(self, request: Request, deliver: Deliver) -> Cancel:
+        self._requests.put((request, deliver))
+        return lambda: None
+
+    def _run(self) -> None:
+        end = 0.0
+        while True:
+            request, deliver = self._requests.get()
+            end = max(end, time.monotonic()) + self._cost_s
+            time.sleep(max(0.0, end - time.monotonic()))
+            deliver(Delta(finish_reason="length", reuse=Reuse(len(request.token_ids), 0, (COMPUTED,))))

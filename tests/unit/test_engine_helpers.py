@@ -281,4 +281,13 @@ def test_warm_has_no_more_than_a_batch_in_flight_and_reads_lazily() -> None:
     warming = engines.warm(Warming({}), chunks(), tail=7, batch=2)
     assert next(warming)[0] == "0"
     assert taken == [0, 1]
-    assert [id for id, _ in warming] == ["1", "2", "3", "4"]
+    assert next(warming)[0] == "1"
+    assert taken == [0, 1, 2], "the next one is sent when the oldest is there, not when all of them are"
+    assert [id for id, _ in warming] == ["2", "3", "4"]
+
+
+def test_warming_that_is_given_up_cancels_what_is_in_flight(engine: Scripted) -> None:
+    warming = engines.warm(engine, [("done", [4]), *((str(n), [3]) for n in range(9))], tail=7, batch=4)
+    assert next(warming) == ("done", REUSE)
+    warming.close()
+    assert engine.cancelled == [3, 3, 3]

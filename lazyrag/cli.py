@@ -1020,6 +1020,9 @@ def bench(
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="NAMES", help="With commas, in order of weight. [all]")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="TEXT", help="Only workloads with this in their name: 'zipf 1.1'.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few repetitions, and no arrivals at chosen rates.")] = False,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13; prompts: 300]")
@@ -1048,6 +1051,7 @@ def bench(
             "--shape": shape,
             "--model": model,
             "--metrics": metrics,
+            "--only": only,
             "--time-limit": time_limit,
             "--kv-gb": kv_gb,
             "--capture-sizes": capture_sizes,
@@ -1070,6 +1074,7 @@ def bench(
         shape=shape,
         model=model,
         metrics=metrics,
+        only=only,
         quick=quick,
         rounds=rounds,
         limit_s=time_limit,

@@ -489,7 +489,7 @@ class LazyMixin(compat.Gate):
                 fits = budget.take((), (), num_blocks)
             else:
                 resident, absent = self._look_up(lazy)
-                fits = budget.take(resident, absent, num_blocks - lazy.layout.suffix_block)
+                fits = budget.take(resident, absent, self._num_own_blocks(lazy, num_blocks))
             if not fits:
                 self._spare = None
             if not fits and num_ahead:
@@ -506,6 +506,10 @@ class LazyMixin(compat.Gate):
             # Whoever is given blocks before anybody else needs no pins.
             if rank or self._children or any(lazy.missing for lazy in self._admitted.values()):
                 self._pins.hold(request_id, resident)
+
+    def _num_own_blocks(self, lazy: LazyRequest, num_blocks: int) -> int:
+        """Of a request's `num_blocks`, those that nobody shares with it."""
+        return num_blocks - lazy.layout.suffix_block
 
     def _look_up(self, lazy: LazyRequest) -> tuple[list[KVCacheBlock], set[BlockHash]]:
         """The resident blocks of a request's segments and the hashes that children lack; sets `lazy.missing`."""

@@ -77,7 +77,7 @@ class Served:
 
     Attributes:
         ttft_ms: of each request, from its arrival to its first token.
-        total_s: from the start to the last token of all.
+        total_s: from the start to the last token of all, waiting for arrivals included.
         gauge_ms: as in `Timed`.
         gave_up: too many were late, and those that were left have been aborted.
     """
@@ -244,6 +244,9 @@ class Server:
     ) -> Served:
         """Serve a stream: request i is sent `arrivals[i]` seconds after the start, or when the step then ends.
 
+        While nobody is served, nothing changes in an engine, so the time to the next arrival is counted and not slept:
+        a slow stream takes as long as its requests do.
+
         Args:
             prompts: the requests.
             arrivals: seconds, ascending.
@@ -262,13 +265,11 @@ class Server:
         self._num_served += len(ids)
         start = time.perf_counter()
         while sent < len(prompts) or engine.has_unfinished_requests():
-            now = time.perf_counter() - start
-            while sent < len(prompts) and arrivals[sent] <= now:
+            if not engine.has_unfinished_requests():
+                start = min(start, time.perf_counter() - arrivals[sent])
+            while sent < len(prompts) and arrivals[sent] <= time.perf_counter() - start:
                 engine.add_request(ids[sent], inputs[sent], params[sent])
                 sent += 1
-            if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, arrivals[sent] - (time.perf_counter() - start)))
-                continue
             for output in engine.step():
                 if error := wire.error_from_params(output.kv_transfer_params):
                     raise error

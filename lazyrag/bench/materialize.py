@@ -38,11 +38,17 @@ class MaterializeScheduler(LazyAsyncScheduler):
     def may_run(self, request: Any) -> bool:
         """The gate; what a child computes in this very step cannot be copied before it."""
         lazy = self._lazy.get(request.request_id)
-        children = lazy.children.values() if lazy is not None else ()
-        begun = [self.requests[child.request_id] for child in children if child.request_id in self._children]
+        contents = lazy.contents if lazy is not None else ()
+        # Whoever they are for: a request that was not admitted in this step has children of others only.
+        children = [child for one in contents if (child := self._child_of.get(one.chain.hashes[-1])) is not None]
+        begun = [self.requests[child.request_id] for child in children]
         if any(child.num_computed_tokens < child.num_prompt_tokens for child in begun):
             return False
         return bool(super().may_run(request))
+
+    def _num_own_blocks(self, lazy: LazyRequest, num_blocks: int) -> int:
+        """All of them. What will not fit beside those ahead must not be computed already: it would be evicted."""
+        return num_blocks
 
     def _find(self, request: Any, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
         found, num_hits, rest = super()._find(request, *args, **kwargs)

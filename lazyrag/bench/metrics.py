@@ -67,7 +67,7 @@ METRICS = {
         Metric("table11_throughput", "requests a second, of requests that are sent together", "1/s", POOLED,
                LONG_POOLED),
         Metric("rate_at_slo", "highest rate of a Poisson stream (1/s) at which the 99th of 100 times to the first token"
-               " is at most 500 ms", "1/s", POOLED),
+               " is at most 500 ms, to within a fifth", "1/s", POOLED[:2]),
         Metric(TIERS, f"{TTFT}; by where its documents' KV is (tiers.py)", "ms", FROM_TIERS,
                frozenset({"recompute", "disk", "disk rule", "slow disk", "slow disk rule"})),
         Metric("hit_ratio", "of the document tokens asked for, the part whose KV is in the pool (simulated, see hits)",
@@ -119,8 +119,8 @@ def _decode(documents: int, tokens: int, batch: int, steps: int, shared: bool = 
     return Workload(documents=documents, tokens=tokens, batch=batch, shared=shared, output=1 + steps)
 
 
-def _pooled(zipfs: Sequence[float], *, pool: int, tokens: int, arrivals: int) -> list[Case]:
-    shape = Workload(documents=5, tokens=tokens, pool=pool, output=8, arrivals=arrivals)
+def _pooled(zipfs: Sequence[float], *, pool: int, tokens: int, arrivals: int, kv_bytes: int = 0) -> list[Case]:
+    shape = Workload(documents=5, tokens=tokens, pool=pool, output=8, arrivals=arrivals, kv_bytes=kv_bytes)
     return [("rate", replace(shape, skew=skew)) for skew in zipfs]
 
 
@@ -138,7 +138,8 @@ def _llama_8b() -> dict[str, list[Case]]:
         "ttft_few_shot": [("ttft", Workload(documents=32, tokens=64, literal=2))],
         "table11_ttft": [("batch", table11)],
         "table11_throughput": [("batch", table11)],
-        "rate_at_slo": _pooled((0, 1.1, 2.1), pool=100, tokens=2048, arrivals=100),
+        # Three engines, each with such a pool, fit one GPU of 141 GB.
+        "rate_at_slo": _pooled((0, 1.1, 2.1), pool=100, tokens=2048, arrivals=100, kv_bytes=24 * 10**9),
     }
 
 

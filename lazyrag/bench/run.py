@@ -47,6 +47,7 @@ class Options:
         shape: a name of `shapes.SHAPES`; also chooses the workloads.
         model: folder of a model to take instead of the shape's.
         metrics: names of `metrics.METRICS`, in order of weight.
+        only: workloads with this in their name; of those that metrics.py lists.
         rounds: of an interleaved measurement.
         limit_s: seconds after which nothing new is begun, start-up included; None for no limit.
         kv_bytes: KV pool of each engine; None for the device's default. A workload that names its own has that.
@@ -61,6 +62,7 @@ class Options:
     shape: str = "llama-8b"
     model: Path | None = None
     metrics: tuple[str, ...] = tuple(METRICS)
+    only: str = ""
     rounds: int = ROUNDS
     limit_s: float | None = None
     kv_bytes: int | None = None
@@ -77,6 +79,7 @@ def options(
     shape: str | None = None,
     model: Path | None = None,
     metrics: str | None = None,
+    only: str | None = None,
     quick: bool = False,
     rounds: int | None = None,
     limit_s: float | None = None,
@@ -109,6 +112,7 @@ def options(
         shape=shape or ("llama-8b" if report.gpus() else "tiny"),
         model=model,
         metrics=tuple(name.strip() for name in metrics.split(",")) if metrics else names,
+        only=only or "",
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
         limit_s=limit_s,
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
@@ -136,7 +140,7 @@ def bench(options: Options, tell: Callable[[str], None]) -> Result:
     wanted = metrics(options.metrics)
     deadline = Deadline(options.limit_s)
     result = Result(report.machine(), options.command)
-    for kv_bytes, tasks in _by_pool(options.shape, wanted).items():
+    for kv_bytes, tasks in _by_pool(options, wanted).items():
         arms = {name for metric, _ in tasks for name in metric.arms}
         with _running(options, arms, kv_bytes or options.kv_bytes, result, tell) as (model, running):
             _measure(Bench(running, model.vocabulary, options.rounds, deadline), tasks, model, options, result, tell)
@@ -215,14 +219,18 @@ def simulate(result: Result) -> None:
 # ---------------------------------------------------------------- parts of a run
 
 
-def _by_pool(shape: str, wanted: Sequence[Metric]) -> dict[int, list[tuple[Metric, Case]]]:
+def _by_pool(options: Options, wanted: Sequence[Metric]) -> dict[int, list[tuple[Metric, Case]]]:
     """Metrics and workloads by the KV pool that they need; engines have one size for all their life."""
-    if shape not in CASES:
-        raise ConfigError(f"There is no shape {shape!r}.", fix=f"Known: {', '.join(CASES)}.")
+    if options.shape not in CASES:
+        raise ConfigError(f"There is no shape {options.shape!r}.", fix=f"Known: {', '.join(CASES)}.")
+    cases = [(metric, case) for metric in wanted for case in CASES[options.shape].get(metric.name, ())]
     tasks: dict[int, list[tuple[Metric, Case]]] = defaultdict(list)
-    for metric in wanted:
-        for case in CASES[shape].get(metric.name, ()):
+    for metric, case in cases:
+        if options.only in case[1].name:
             tasks[case[1].kv_bytes].append((metric, case))
+    if cases and not tasks:
+        names = dict.fromkeys(case[1].name for _, case in cases)
+        raise InputError(f"No workload has {options.only!r} in its name.", fix=f"There are: {'; '.join(names)}.")
     return tasks
 
 

@@ -106,18 +106,19 @@ def rank(count: int, percent: float) -> int:
 
 
 def highest_rate(
-    passes: Callable[[float], bool], *, start: float = 1.0, low: float = 1 / 16, high: float = 256.0, steps: int = 3
+    passes: Callable[[float], bool], *, start: float = 1.0, low: float = 1 / 16, high: float = 256.0, steps: int = 2
 ) -> float:
     """The highest rate found that passes, on the assumption that those below it pass, too.
 
     From `start` it doubles or halves until the border is between two rates, and halves that interval (on a logarithmic
-    scale) `steps` times.
+    scale) `steps` times. A trial takes its time: with two steps the rate is found to within a fifth, in five trials
+    or so from a `start` that is near.
 
     Returns:
-        0 if not even `low` passes; `high` at most.
+        0 if nothing from `low` on passes; `high` at most.
     """
     good, bad = 0.0, math.inf
-    rate = start
+    rate = min(max(start, low), high)
     while low <= rate <= high and not (good and bad < math.inf):
         if passes(rate):
             good, rate = rate, rate * 2

@@ -79,6 +79,16 @@ def test_requests_that_do_not_fit_together_are_served_one_by_one(make_copying, m
     assert all(answer.right for answer in answers)
 
 
+def test_nothing_is_computed_for_a_request_whose_copies_do_not_fit_beside_those_ahead(make_copying, model_folder, lib):
+    """It would be evicted by the copies of those ahead, and computed once more."""
+    # The documents of two requests fit, and then no copy of any.
+    engine = make_copying(model_folder, num_blocks=33)
+    docs = [lib.Chunk(tuple(tokens(i, 28))) for i in range(8)]
+    answers = engine.generate(*(lib.prompt(*docs[2 * i : 2 * i + 2], tokens(i, 5)) for i in range(4)))
+    assert all(answer.right for answer in answers)
+    assert engine.stats["children_computed"] == len(docs)
+
+
 def test_a_document_of_part_of_a_block_is_refused(engine, lib):
     (answer,) = engine.generate(lib.prompt(lib.Chunk(tuple(tokens(0, 10))), tokens(1, 5)))
     assert "whole blocks" in str(answer.error)

@@ -171,6 +171,11 @@ def test_options_that_cannot_be_read_are_errors(wrong: dict[str, Any]) -> None:
         run.options(shape="tiny", **wrong)
 
 
+def test_workloads_are_chosen_by_what_their_names_say() -> None:
+    with pytest.raises(InputError, match=r"zipf 3.*zipf 1\.1"):
+        run.bench(run.options(shape="llama-8b", metrics="rate_at_slo", only="zipf 3"), print)
+
+
 def test_an_unknown_shape_or_metric_is_an_error_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="llama-8b"):
         run.bench(run.Options(shape="huge", metrics=("ttft_hot",)), lambda line: None)

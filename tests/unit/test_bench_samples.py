@@ -67,9 +67,16 @@ def test_a_percentile_is_a_nearest_rank(count: int, percent: float, place: int) 
 
 
 @pytest.mark.parametrize("limit", [0.3, 1.0, 3.3, 17.0])
-def test_the_highest_rate_is_found_within_a_tenth(limit: float) -> None:
-    found = highest_rate(lambda rate: rate <= limit)
-    assert limit / 1.1 <= found <= limit
+def test_the_highest_rate_is_found_within_a_fifth(limit: float) -> None:
+    for start in (1.0, limit, limit / 50, limit * 50):
+        found = highest_rate(lambda rate: rate <= limit, start=start)
+        assert limit / 1.2 <= found <= limit
+
+
+def test_a_search_from_a_rate_nearby_takes_few_trials() -> None:
+    tried: list[float] = []
+    highest_rate(lambda rate: bool(tried.append(rate)) or rate <= 3.3, start=3.0)
+    assert len(tried) <= 4
 
 
 def test_a_rate_beyond_the_search_is_its_end() -> None:

@@ -55,9 +55,9 @@ def check_paged_attention(
     """The tensors of a GPU kernel fit together and fit the plan.
 
     Args:
-        query: [Q, Hq, D], heads contiguous.
-        kv_cache: [num_blocks, H, page, 2 * D], in the dtype of `query` or in float8_e4m3fn.
-        output: as `query`.
+        query: [Q, Hq, D], heads contiguous, in the dtype of `output` or in float8_e4m3fn.
+        kv_cache: [num_blocks, H, page, 2 * D], in the dtype of `output` or in float8_e4m3fn.
+        output: as `query`, of 32 or 16 bits.
         page: tokens of a page in the plan.
         group: query heads that share a key head in the plan.
         turns: float32 [lines, R], R even and at most D.
@@ -73,10 +73,11 @@ def check_paged_attention(
     check_shape("kv_cache", kv_cache, (None, num_heads // group, page, 2 * head_size))
     if kv_cache.stride(3) != 1:
         raise ValueError(f"a token's key must be contiguous in kv_cache, has strides {kv_cache.stride()}")
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"query must be float32, bfloat16 or float16, is {query.dtype}")
-    if kv_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
-        raise ValueError(f"kv_cache must be {query.dtype} as query or float8_e4m3fn, is {kv_cache.dtype}")
+    if output.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"output must be float32, bfloat16 or float16, is {output.dtype}")
+    for name, x in (("query", query), ("kv_cache", kv_cache)):
+        if x.dtype not in (output.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"{name} must be {output.dtype} as output or float8_e4m3fn, is {x.dtype}")
     for name, x in (("query", query), ("output", output)):
         if x.stride()[1:] != (head_size, 1):
             raise ValueError(f"the heads of a token must be contiguous in {name}, has strides {x.stride()}")

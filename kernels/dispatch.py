@@ -246,6 +246,7 @@ def attend(
             v_scale=v_scale,
             launch=variant.launch,
         )
+    assert k_scale == v_scale == 1.0, "the Hopper kernel is not chosen for quantised caches"
     return hopper.attend(
         query, kv_cache, output, plan, workspace, scale=scale, turns=turns, neox=neox, launch=variant.launch
     )

@@ -480,11 +480,12 @@ class Launch:
 def can_run(query: Tensor, kv_cache: Tensor) -> bool:
     """Whether the kernel serves these tensors: 16-bit, heads of 64 or 128, a token's heads side by side."""
     head_size = query.shape[2]
+    side_by_side = kv_cache.shape[1] == 1 or kv_cache.stride(1) == 2 * head_size
     return (
         head_size in HEAD_SIZES
         and query.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.dtype == query.dtype
-        and kv_cache.stride(1) == 2 * head_size
+        and side_by_side
     )
 
 

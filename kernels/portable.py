@@ -69,7 +69,7 @@ def _turned(
     d = tl.arange(0, BD)
     x = tl.load(q_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     if R == 0:
-        return x
+        return _as(x, dtype)
     rotated = d < R
     if NEOX:
         pair, is_a = d % (R // 2), d < R // 2
@@ -124,7 +124,7 @@ def _attend(
     if begin >= end:  # a line that only fills the table
         return
     P: tl.constexpr = TILE // PAGE
-    dtype: tl.constexpr = q.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     # [BLOCK_M]
     m = tl.arange(0, BLOCK_M)
     token = m // GROUP
@@ -234,13 +234,14 @@ def attend(
     """Attention of a step's queries to their segments and suffixes.
 
     Args:
-        query: [Q, Hq, D], rotated at true positions; tokens may be strided.
-        kv_cache: [num_blocks, H, page, 2 * D], a token's key and value side by side, in the dtype of `query` or in
+        query: [Q, Hq, D], rotated at true positions, in the dtype of `output` or in float8_e4m3fn; tokens may be
+            strided.
+        kv_cache: [num_blocks, H, page, 2 * D], a token's key and value side by side, in the dtype of `output` or in
             float8_e4m3fn; any strides but the last.
-        output: as `query`; rows beyond the plan's queries are left as they are.
+        output: [Q, Hq, D]; rows beyond the plan's queries are left as they are.
         plan: of this step.
         workspace: for the plan's slots.
-        scale: of the scores.
+        scale: of the scores; what fp8 queries are multiplied with is part of it.
         turns: float32 [lines, R], cos | sin (`plan.turn_table`); R <= D dimensions are rotated. None: positions
             are not rotations.
         neox: rotated pairs are (i, i + R/2), otherwise (2i, 2i + 1).
@@ -289,7 +290,7 @@ def attend(
         R=0 if turns is None else turns.shape[1],
         NEOX=neox,
         ALIBI=alibi is not None,
-        FLOAT32=INTERPRETED or query.dtype == torch.float32,
+        FLOAT32=INTERPRETED or output.dtype == torch.float32,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

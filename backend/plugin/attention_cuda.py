@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from lazyrag.backend.plugin.plans import Bucket, Planner, Reused, Step
 from lazyrag.backend.plugin.rows import Rows
 from lazyrag.backend.plugin.worker import DryRuns
+from lazyrag.kernels.dispatch import FP8
 
 
 class Steps:
@@ -61,6 +63,15 @@ class Steps:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What a layer's quantised queries, keys and values are multiplied with."""
+
+    query: float = 1.0
+    key: float = 1.0
+    value: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyMetadata:
     """The metadata of a step with lazy rows."""
@@ -91,9 +102,11 @@ class LazyImpl(DryRuns, FlashAttentionImpl):
 
     Attributes:
         steps: of the worker; set when the model is loaded.
+        scales: of an fp8 cache; likewise. vLLM quantises the queries, too: its own kernel takes no others.
     """
 
     steps: Steps
+    scales: Scales = Scales()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,7 +134,7 @@ class LazyImpl(DryRuns, FlashAttentionImpl):
     ) -> Tensor:
         """Attend; vLLM has stored the step's keys and values already. Arguments as of the stock method."""
         if isinstance(attn_metadata, LazyMetadata):
-            attn_metadata.step.attend(query, kv_cache, output, self.scale)
+            self.attend(attn_metadata.step, query, kv_cache, output)
             return output
         if attn_metadata is None:
             self.show(query, key, value)
@@ -129,6 +142,13 @@ class LazyImpl(DryRuns, FlashAttentionImpl):
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
         return result
+
+    def attend(self, step: Step, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Attend in a step with lazy rows; arguments as of `forward`."""
+        # vLLM keeps fp8 numbers as bytes.
+        cache = kv_cache.view(FP8) if kv_cache.dtype == torch.uint8 else kv_cache
+        scale = self.scale * self.scales.query if query.dtype == FP8 else self.scale
+        step.attend(query, cache, output, scale, k_scale=self.scales.key, v_scale=self.scales.value)
 
 
 class LazyCUDABackend(FlashAttentionBackend):

@@ -7,7 +7,7 @@ a captured graph reads lies at places that follow from its bucket alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,16 @@ class Step:
     turns: Tensor
     neox: bool
 
-    def attend(self, query: Tensor, kv_cache: Tensor, output: Tensor, scale: float) -> None:
+    def attend(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
+        scale: float,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
         """One layer's attention.
 
         Args:
@@ -88,6 +97,8 @@ class Step:
             kv_cache: [num_blocks, H, block_size, 2 * D], the step's keys and values stored.
             output: [T, Hq, D], written for the tokens of the step.
             scale: of the scores.
+            k_scale: what stored keys are multiplied with (fp8).
+            v_scale: what stored values are multiplied with (fp8).
         """
         dispatch.attend(
             self.variant,
@@ -99,6 +110,8 @@ class Step:
             scale=scale,
             turns=self.turns,
             neox=self.neox,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
 
@@ -259,13 +272,11 @@ class Planner:
         plan.load(tables, block_table)
         return variant, plan
 
-    def compile(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compile every kernel that a step without a graph may run, on a step of one token.
+    def compile(self, attend: Callable[[Step], None]) -> None:
+        """Compile every kernel that a step without a graph may run.
 
         Args:
-            query: of any layer, as of `Step.attend`, one token.
-            kv_cache: likewise.
-            output: likewise; written.
+            attend: has a layer attend in a step of one token.
         """
         # Long enough to be worth two slices.
         longest = 64 * max(variant.tiling.tile for variant in dispatch.variants(self._shape, self._gpu).values())
@@ -275,4 +286,4 @@ class Planner:
                 tables = make_plan([Row(1, 64 * variant.tiling.tile)], variant.tiling, slots)
                 plan = DevicePlan(variant.tiling, tables.size, self._device)
                 plan.load(tables, table)
-                Step(variant, plan, self._workspace, self.turns, self._neox).attend(query, kv_cache, output, 1.0)
+                attend(Step(variant, plan, self._workspace, self.turns, self._neox))

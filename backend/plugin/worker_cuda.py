@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
-from lazyrag.backend.plugin.attention_cuda import LazyCUDABackend, LazyImpl, Steps
+from lazyrag.backend.plugin.attention_cuda import LazyCUDABackend, LazyImpl, Scales, Steps
 from lazyrag.backend.plugin.backends import chosen
 from lazyrag.backend.plugin.graphs import LazyGraphs
 from lazyrag.backend.plugin.plans import Bucket, Planner, Reused
+from lazyrag.backend.plugin.rotary import Seen
 from lazyrag.backend.plugin.rows import Rows
 from lazyrag.backend.plugin.worker import LazyWorkerMixin
 from lazyrag.kernels import dispatch
@@ -46,14 +48,23 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
             _runner(self.use_v2_model_runner),
             _data_parallel(self.vllm_config.parallel_config.data_parallel_size),
             _kv_dtype(self.vllm_config.cache_config.cache_dtype),
+            _scales_on_the_fly(self.vllm_config.cache_config.calculate_kv_scales),
         ]
 
     def model_refusals(self, rope: Rope) -> list[str | None]:
         """What no kernel can serve."""
-        shapes = {self._shape(layer, rope) for layer in self.layers().values()}
+        layers = self.layers().values()
+        # A checkpoint may have its layers' caches quantised, whatever the settings say.
+        reasons = [_kv_dtype(kind) for kind in sorted({layer.impl.kv_cache_dtype for layer in layers})]
+        if any(reasons):
+            return reasons
+        if any(layer.impl.kv_cache_dtype in _FP8 for layer in layers) and self.model_config.dtype != torch.bfloat16:
+            return ["From an fp8 KV cache vLLM's FlashAttention computes bfloat16 only. Set dtype='bfloat16'."]
+        shapes = {self._shape(layer, rope) for layer in layers}
         if len(shapes) > 1:
-            return ["The model's layers differ in their heads. Use a model in which all layers are alike."]
-        return [f"No kernel serves this model here: {reason}." for reason in self._refusals(shapes.pop())]
+            return ["The model's layers differ in heads or KV types. Use a model in which all layers are alike."]
+        reasons = [f"No kernel serves this model here: {reason}." for reason in self._refusals(shapes.pop())]
+        return [*reasons, _scales_by_head(layers)]
 
     def bind(self, rope: Rope) -> None:
         """Join attention layers, model runner and this worker."""
@@ -72,6 +83,9 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         self._steps = Steps(self._rows, self._planner)
         for layer in layers:
             layer.impl.steps = self._steps
+            if layer.impl.kv_cache_dtype in _FP8:
+                scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+                layer.impl.scales = Scales(*(scale.item() for scale in scales))
         runner = self.model_runner
         self._stock_prepare = runner.model_state.prepare_attn
         self._stock_capture = runner.capture_model
@@ -102,9 +116,22 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         """Compile what a first request would wait for, capture graphs, and warm up."""
         layer = next(iter(self.layers().values()))
         shape = (1, layer.impl.num_heads, layer.impl.head_size)
-        query, output = (torch.zeros(shape, dtype=self.model_config.dtype, device=self.device) for _ in range(2))
-        self._planner.compile(query, layer.kv_cache, output)
+        output = torch.zeros(shape, dtype=self.model_config.dtype, device=self.device)
+        query = output if layer.query_quant is None else output.to(dispatch.FP8)
+        self._planner.compile(lambda step: layer.impl.attend(step, query, layer.kv_cache, output))
         return super().compile_or_warm_up_model()
+
+    def _dry_run(self, positions: Tensor) -> Mapping[str, Seen]:
+        """With queries as the model makes them: rounded to fp8 they would be too far from each other."""
+        layers = self.layers().values()
+        rounding = [layer.query_quant for layer in layers]
+        for layer in layers:
+            layer.query_quant = None
+        try:
+            return super()._dry_run(positions)
+        finally:
+            for layer, stock in zip(layers, rounding, strict=True):
+                layer.query_quant = stock
 
     def _prepare_attn(self, batch: Any, mode: Any, *args: Any, for_capture: bool = False, **kwargs: Any) -> Any:
         """In place of the model state's: makes known which rows the batch has, and which graph will run."""
@@ -150,13 +177,14 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
 
     def _shape(self, layer: Any, rope: Rope) -> dispatch.Shape:
         impl, dtype = layer.impl, self.model_config.dtype
+        kv_dtype = _KV_DTYPES[impl.kv_cache_dtype] or dtype
         return dispatch.Shape(
             impl.num_heads,
             impl.num_kv_heads,
             impl.head_size,
             self.vllm_config.cache_config.block_size,
             dtype,
-            dtype,
+            kv_dtype,
             rope.rotary_dim,
             rope.neox,
         )
@@ -198,7 +226,27 @@ def _data_parallel(size: int) -> str | None:
     return "Data parallelism was never tested with LazyRAG. Set data_parallel_size=1 and start several engines."
 
 
-def _kv_dtype(dtype: str) -> str | None:
-    if dtype in ("auto", "bfloat16", "float16"):
+_FP8 = ("fp8", "fp8_e4m3")
+_KV_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, **dict.fromkeys(_FP8, dispatch.FP8)}
+"""By vLLM's names; None for the model's own."""
+
+
+def _kv_dtype(name: str) -> str | None:
+    if name in _KV_DTYPES:
         return None
-    return f"A KV cache of type {dtype!r} is not supported yet. Set kv_cache_dtype='auto'."
+    return f"No kernel reads a KV cache of type {name!r}. Set kv_cache_dtype to 'auto' or 'fp8'."
+
+
+def _scales_on_the_fly(wanted: bool) -> str | None:
+    if not wanted:
+        return None
+    return (
+        "calculate_kv_scales takes the scales of the KV cache from the first request, and stored chunks have others. "
+        "Leave it unset: those of the checkpoint are used."
+    )
+
+
+def _scales_by_head(layers: Iterable[Any]) -> str | None:
+    if all(scale.numel() == 1 for layer in layers for scale in (layer._q_scale, layer._k_scale, layer._v_scale)):
+        return None
+    return "The checkpoint has KV cache scales for each head; the kernels take one for a layer. Use another checkpoint."

@@ -98,6 +98,7 @@ FEW = Request(((50, 5, 0), (310, 60, 1)), 12, 3)
         Case("few", (FEW,), head_size=128, dtype="float32"),
         Case("few", (FEW,), head_size=128, dtype="bfloat16", fp8=True),
         Case("few", (FEW,), head_size=64, dtype="float16", fp8=True),
+        Case("few", (FEW,), head_size=128, dtype="bfloat16", fp8=True, fp8_query=True),
         Case("few", (FEW,), head_size=64, alibi=True),
     ],
     ids=str,

@@ -29,7 +29,7 @@ class TieredEngine(Engine):
     def __init__(self, model: Path, oracle: Oracle, root: Path) -> None:
         self.root = root
         worker = f"{PLUGIN}.worker_cuda.LazyCUDAWorker"
-        config = Config("tiers", is_async=True, budget=4096, num_blocks=1500, worker=worker, mode="lazy")
+        config = Config("tiers", is_async=True, budget=4096, num_blocks=1500, worker=worker)
         super().__init__(config, model, oracle)
 
     def device_arguments(self) -> dict[str, Any]:

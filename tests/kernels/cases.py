@@ -48,6 +48,7 @@ class Case:
     page: int = 16
     dtype: str = "float32"
     fp8: bool = False
+    fp8_query: bool = False
     alibi: bool = False
     heads_first: bool = False
     shared: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
@@ -58,6 +59,7 @@ class Case:
         )
         flags = {
             "fp8": self.fp8,
+            "fp8_query": self.fp8_query,
             "alibi": self.alibi,
             "interleaved": not self.neox,
             f"R{self.rotary_dim}": self.rotary_dim is not None,
@@ -120,6 +122,9 @@ def make_problem(case: Case, device: torch.device = DEVICE) -> Problem:
     num_queries, heads = sum(q.queries for q in case.requests), case.kv_heads * case.group
     qkv = torch.randn(num_queries, heads + 2, case.head_size, generator=random).to(dtype)
     qkv[:, heads:] = float("nan")
+    q_scale = 0.5 if case.fp8_query else 1.0
+    if case.fp8_query:
+        qkv = qkv.to(torch.float8_e4m3fn)
     rotary_dim = case.head_size if case.rotary_dim is None else case.rotary_dim
     inv_freq = 500_000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     return Problem(
@@ -128,7 +133,7 @@ def make_problem(case: Case, device: torch.device = DEVICE) -> Problem:
         (kv.contiguous() if case.heads_first else kv).to(device),
         table.to(device),
         Rope(inv_freq, case.head_size, case.neox),
-        case.head_size**-0.5,
+        q_scale * case.head_size**-0.5,
         *((0.5, 2.0) if case.fp8 else (1.0, 1.0)),
         (2.0 ** -torch.arange(1, heads + 1)).float().to(device),
     )
@@ -189,7 +194,7 @@ def exact_alibi(problem: Problem, r: int, request: Request, q: Tensor) -> Tensor
 
 def plain(problem: Problem) -> Tensor:
     """What plain torch makes of it in the problem's dtype: keys are turned and rounded, then two matrix products."""
-    dtype, out = problem.query.dtype, []
+    dtype, out = getattr(torch, problem.case.dtype), []
     freq = problem.rope.inv_freq.to(problem.query.device)
     for r, request, q in per_request(problem):
         keys, values, hidden = [], [], []
@@ -204,7 +209,7 @@ def plain(problem: Problem) -> Tensor:
                 hidden.append(torch.arange(n, device=q.device)[None, :] > j)
             keys.append(k.to(dtype).repeat_interleave(problem.case.group, 1))
             values.append(v.to(dtype).repeat_interleave(problem.case.group, 1))
-        scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * problem.scale
+        scores = torch.einsum("qhd,khd->hqk", q.to(dtype), torch.cat(keys)) * problem.scale
         weights = scores.masked_fill(torch.cat(hidden, 1), float("-inf")).float().softmax(-1).to(dtype)
         out.append(torch.einsum("hqk,khd->qhd", weights, torch.cat(values)))
     return torch.cat(out)
@@ -273,7 +278,7 @@ def solve(problem: Problem, size: Tile, attend: Callable[..., Tensor], repeats: 
     for _ in range(repeats):
         workspace.part.fill_(float("nan"))
         workspace.stat.fill_(float("nan"))
-        out = torch.full_like(problem.query, float("nan"), memory_format=torch.contiguous_format)
+        out = torch.full(problem.query.shape, float("nan"), dtype=getattr(torch, case.dtype), device=device)
         if case.alibi:
             kwargs = {"alibi": alibi(problem, on_device, plan)}
         else:

@@ -118,7 +118,8 @@ def compile_portable(shape: Shape, gpu: Gpu, name: str, alibi: bool = False) -> 
     dtype = f"*{NAMES[shape.dtype]}"
     types = {
         "kv": f"*{NAMES[shape.kv_dtype]}",
-        **dict.fromkeys(("q", "out"), dtype),
+        "q": f"*{NAMES[FP8]}" if shape.kv_dtype == FP8 else dtype,
+        "out": dtype,
         **dict.fromkeys(("part", "stat", "turns", "slopes"), "*fp32"),
         **dict.fromkeys(("work", "tiles", "pages", "seen", "positions", "key_positions"), "*i32"),
         **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),

@@ -76,6 +76,15 @@ def test_fp8_keys_and_values_are_scaled(interpreted: Interpreted) -> None:
     interpreted(check_portable, Case("few", (FEW,), kv_heads=1, fp8=True, dtype="float16"), DECODE)
 
 
+@pytest.mark.parametrize("name", ["ragged", "literals-between"])
+def test_fp8_queries_are_turned_as_exactly_as_others(interpreted: Interpreted, name: str) -> None:
+    """vLLM quantises queries where the cache is: they are turned in float32, and rounded once."""
+    requests, _ = batches(3)[name]
+    for dtype in ("float32", "float16"):
+        case = Case(name, requests, kv_heads=1, head_size=32, fp8=True, fp8_query=True, dtype=dtype)
+        interpreted(check_portable, case, DECODE)
+
+
 @pytest.mark.parametrize("queries", [1, 9])
 def test_alibi_sees_true_distances(interpreted: Interpreted, queries: int) -> None:
     """Segments stand at true positions with literals between them; nothing is rotated."""
@@ -116,7 +125,7 @@ def wrong(change: str) -> None:
     [
         ("heads", "kv_cache must have shape"),
         ("page", "kv_cache must have shape"),
-        ("dtype", "kv_cache must be torch.float32"),
+        ("dtype", "kv_cache must be torch.float32 as output or float8_e4m3fn"),
         ("turns", "lines of 32, must be even and at most 16"),
         ("output", "heads of a token must be contiguous in output"),
     ],
@@ -133,8 +142,10 @@ def test_tensors_that_do_not_fit_are_refused(interpreted: Interpreted, change: s
         (replace(LLAMA_8B, head_size=256, rotary_dim=256, dtype=torch.float32, kv_dtype=torch.float32), A100, "few"),
         (replace(LLAMA_8B, kv_dtype=FP8), RTX_4090, "few"),
         (replace(LLAMA_8B, head_size=96, rotary_dim=24, neox=False), H200, "few"),
+        (replace(LLAMA_8B, head_size=256, rotary_dim=256), H200, "many"),
+        (replace(LLAMA_8B, kv_dtype=FP8), H200, "many"),
     ],
-    ids=["llama-A100", "float32-D256-A100", "fp8-RTX4090", "partial-H200"],
+    ids=["llama-A100", "float32-D256-A100", "fp8-RTX4090", "partial-H200", "D256-H200", "fp8-H200"],
 )
 def test_a_variant_compiles_and_fits_a_block(compiled: Interpreted, shape: Shape, gpu: Gpu, name: str) -> None:
     """The interpreter takes what the compiler does not. And keys are loaded ahead of their use: the compiler gives that

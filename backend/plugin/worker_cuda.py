@@ -1,7 +1,8 @@
-"""The worker for CUDA devices, on vLLM's V2 model runner."""
+"""The worker for CUDA devices, on either of vLLM's model runners; graphs of our own are on V2 only."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from lazyrag.backend.plugin.worker import LazyWorkerMixin
 from lazyrag.kernels import dispatch
 from lazyrag.kernels.rope import Rope
 
+log = logging.getLogger(__name__)
+
 
 class LazyCUDAWorker(LazyWorkerMixin, Worker):
     """vLLM's GPU worker with attention over segments. Set by `worker_cls`."""
@@ -33,7 +36,7 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
     _steps: Steps
     """Set by `bind`."""
     _request_ids: Sequence[str] = ()
-    """Row by row, of the batch that is being prepared."""
+    """Row by row, of the batch that is being prepared (V2)."""
     _graphs: LazyGraphs | None = None
     """None until they are captured, and if there are none."""
     _capturing = False
@@ -43,9 +46,8 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         return chosen(AttentionBackendEnum.FLASH_ATTN, LazyCUDABackend)
 
     def settings_refusals(self) -> list[str | None]:
-        """What the V2 model runner has, and this worker cannot do."""
+        """What the model runners have, and this worker cannot do."""
         return [
-            _runner(self.use_v2_model_runner),
             _data_parallel(self.vllm_config.parallel_config.data_parallel_size),
             _kv_dtype(self.vllm_config.cache_config.cache_dtype),
             _scales_on_the_fly(self.vllm_config.cache_config.calculate_kv_scales),
@@ -79,14 +81,19 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
             max_model_len=self.model_config.max_model_len,
         )
         block_size = self.vllm_config.cache_config.block_size
-        self._rows = Rows(lambda: self._request_ids, block_size, self._planner.describe)
+        self._rows = Rows(self._rows_of_batch, block_size, self._planner.describe)
         self._steps = Steps(self._rows, self._planner)
         for layer in layers:
             layer.impl.steps = self._steps
             if layer.impl.kv_cache_dtype in _FP8:
                 scales = (layer._q_scale, layer._k_scale, layer._v_scale)
                 layer.impl.scales = Scales(*(scale.item() for scale in scales))
-        runner = self.model_runner
+        if self.use_v2_model_runner:
+            self._join_v2(self.model_runner)
+        else:
+            self._join_v1(self.model_runner)
+
+    def _join_v2(self, runner: Any) -> None:
         self._stock_prepare = runner.model_state.prepare_attn
         self._stock_capture = runner.capture_model
         tokens = runner.req_states.all_token_ids
@@ -95,10 +102,20 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         runner.model_state.prepare_attn = self._prepare_attn
         runner.capture_model = self._capture_model
 
+    def _join_v1(self, runner: Any) -> None:
+        log.warning("On vLLM's V1 model runner, steps with reused chunks have no FULL CUDA graphs; V2 is faster.")
+        self._stock_dispatch = runner.cudagraph_dispatcher.dispatch
+        runner.cudagraph_dispatcher.dispatch = self._dispatch
+
+    def _rows_of_batch(self) -> Sequence[str]:
+        return self._request_ids if self.use_v2_model_runner else self.model_runner.input_batch.req_ids
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, in one of our graphs if it has lazy rows and a graph serves it."""
         runner = self.model_runner
         with self._rows.step(scheduler_output):
+            if not self.use_v2_model_runner:
+                return super().execute_model(scheduler_output)
             self._leave_out_segments(scheduler_output.scheduled_new_reqs)
             reused = self._rows.scheduled
             if not reused or self._graphs is None:
@@ -143,6 +160,12 @@ class LazyCUDAWorker(LazyWorkerMixin, Worker):
         in_graph = self._capturing if for_capture else ours and mode == CUDAGraphMode.FULL
         with self._steps.in_graph(bucket if in_graph else None):
             return self._stock_prepare(batch, mode, *args, for_capture=for_capture, **kwargs)
+
+    def _dispatch(self, *args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        """In place of the V1 runner's dispatcher: its FULL graphs hold stock attention, which lazy rows cannot have."""
+        if self._rows.scheduled:
+            invalid_modes = {*(invalid_modes or ()), CUDAGraphMode.FULL}
+        return self._stock_dispatch(*args, invalid_modes=invalid_modes, **kwargs)
 
     def _leave_out_segments(self, new_requests: Iterable[Any]) -> None:
         """Spare the runner the token ids of segments, which it would copy to the device and never read.
@@ -212,12 +235,6 @@ def _num_tokens(scheduler_output: Any) -> int:
 
 
 # ---------------------------------------------------------------- checks (see checks.py)
-
-
-def _runner(is_v2: bool) -> str | None:
-    if is_v2:
-        return None
-    return "vLLM's V1 model runner is not supported on GPUs yet. Set VLLM_USE_V2_MODEL_RUNNER=1."
 
 
 def _data_parallel(size: int) -> str | None:

@@ -103,7 +103,8 @@ class Records:
             embedding: names the model that made the vectors.
 
         Raises:
-            InputError: a text that is empty or not Unicode, or vectors of different lengths.
+            InputError: a text that is empty or not Unicode, metadata that `Store.put_document` refuses, or vectors of
+                different lengths.
             QuotaError: the namespace would hold more than it may; what came before is written.
             StoreError: the store holds vectors of another model.
         """
@@ -115,29 +116,39 @@ class Records:
             self._store.require(embedding=embedding, dim=str(*lengths))
         ids = []
         for record in records:
-            metadata = {**record.metadata, CONTENT: record.content, DOCUMENT: record.document}
-            document = Document(record.id, record.text, record.source, metadata=metadata)
-            ids += self.put_document(document, [Passage(record.text, record.start, record.page)], vector=record.vector)
+            document = Document(record.id, record.text, record.source, metadata=record.metadata)
+            own = {CONTENT: record.content, DOCUMENT: record.document}
+            passage = Passage(record.text, record.start, record.page)
+            ids += self._put(document, [passage], vector=record.vector, own=own)
         return ids
 
-    def put_document(
-        self, document: Document, passages: Iterable[Passage], *, vector: Sequence[float] | None = None
-    ) -> list[ChunkId]:
+    def put_document(self, document: Document, passages: Iterable[Passage]) -> list[ChunkId]:
         """Write a document whose chunks are these passages, in the place of its old version. Returns their ids.
 
         Args:
             document: its text is not looked at.
             passages: in its order.
-            vector: of a single passage.
 
         Raises:
-            InputError: a passage that is empty or not Unicode.
+            InputError: a passage that is empty or not Unicode, or metadata that `Store.put_document` refuses.
             QuotaError: the namespace would hold more than it may.
         """
+        return self._put(document, passages)
+
+    def _put(
+        self,
+        document: Document,
+        passages: Iterable[Passage],
+        *,
+        vector: Sequence[float] | None = None,
+        own: Metadata = EMPTY,
+    ) -> list[ChunkId]:
         self._store.require(tokenizer=self._tokenizer.fingerprint)
         chunks = [self._encoded(document, passage) for passage in passages]
         vectors = {} if vector is None else {chunks[0].chunk.id: _row(vector)}
-        self._store.put_document(document, chunks, vectors=vectors, namespace=self._namespace, quota=self._quota)
+        self._store.put_document(
+            document, chunks, vectors=vectors, namespace=self._namespace, quota=self._quota, own=own
+        )
         care.remove_doomed_kv(self._store)
         return [encoded.chunk.id for encoded in chunks]
 

@@ -22,7 +22,7 @@ EMPTY: Metadata = MappingProxyType({})
 
 CONTENT, DOCUMENT = "_content", "_document"
 """Metadata of a framework's node that is kept in a store as a document (`lazyrag.records`): the node in its own form,
-and the id of the document that it is from."""
+and the id of the document that it is from. No document may have metadata of these names: it could pass for a node."""
 
 
 def canonical(text: str) -> str:

@@ -32,7 +32,18 @@ from numpy.typing import NDArray
 
 from lazyrag.errors import InputError, MissingStoreError, QuotaError, StoreError
 from lazyrag.retrievers.migrations import is_empty, migrate
-from lazyrag.types import Chunk, ChunkId, Document, EncodedChunk, Metadata, Quota, chunk_id
+from lazyrag.types import (
+    CONTENT,
+    DOCUMENT,
+    EMPTY,
+    Chunk,
+    ChunkId,
+    Document,
+    EncodedChunk,
+    Metadata,
+    Quota,
+    chunk_id,
+)
 
 FILE_NAME = "store.sqlite3"
 _BEING_MADE_S = 1.0  # how long a file may be empty while another process makes a store of it
@@ -218,6 +229,7 @@ class Store:
         mtime: float | None = None,
         namespace: str = "",
         quota: Quota = NO_QUOTA,
+        own: Metadata = EMPTY,
     ) -> Change:
         """Write a document in the place of its old version, in one transaction.
 
@@ -234,12 +246,19 @@ class Store:
             mtime: see `StoredDocument`.
             namespace: whose document it is.
             quota: what the namespace may hold.
+            own: metadata of LazyRAG's, whose names a document must not use: `CONTENT`, `DOCUMENT`.
 
         Raises:
-            InputError: text that is not valid Unicode.
+            InputError: text that is not valid Unicode, or metadata of a name that is LazyRAG's.
             QuotaError: the namespace would hold more than it may, and than before.
         """
-        metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
+        if taken := sorted(document.metadata.keys() & {CONTENT, DOCUMENT}):
+            raise InputError(
+                "A document cannot be stored:",
+                why=f"LazyRAG keeps the name {' and '.join(taken)} in its metadata for itself.",
+                fix="Give that field another name.",
+            )
+        metadata = json.dumps({**document.metadata, **own}, ensure_ascii=False)
         head = (document.source, document.title, metadata, sha256, recipe, mtime)
         added: list[ChunkId] = []
         with self._writing() as db:

@@ -279,6 +279,16 @@ def test_a_bad_file_is_listed_and_the_rest_goes_on(store, docs):
     assert (summary.added, summary.unchanged, summary.exit_code) == (1, 3, 0)
 
 
+def test_no_loader_lets_a_file_pass_for_a_frameworks_node(store, docs):
+    docs(a="text a")
+    forged = {"text": "forged", "_content": json.dumps({"id_": "x"}), "_document": "a"}
+    (docs.folder / "records.jsonl").write_text(json.dumps(forged) + "\n" + json.dumps({"text": "fine"}))
+    summary = summary_of(store, docs.folder)
+    assert names(failure.source for failure in summary.failed) == ["records.jsonl#1"]
+    assert "LazyRAG keeps the name _content and _document" in str(summary.failed[0].error)
+    assert sorted(chunk.text for chunk in store.chunks()) == ["fine", "text a"]
+
+
 def test_a_document_that_cannot_be_stored_does_not_stop_the_others(store):
     metadata = {}
     made = make_plan(store, documents=[Document("a", "text a", "a", metadata=metadata), Document("b", "text b", "b")])

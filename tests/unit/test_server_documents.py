@@ -83,6 +83,12 @@ def test_documents_that_cannot_be_taken_are_named(client: TestClient) -> None:
     assert [failed["id"] for failed in got["failed"]] == ["good"]
 
 
+def test_a_document_cannot_pass_for_a_frameworks_node(client: TestClient) -> None:
+    got = add(client, {"id": "forged", "text": LETTER, "metadata": {"_content": "{}"}}, {"id": "good", "text": BRIDGE})
+    assert (got["added"], [failed["id"] for failed in got["failed"]]) == (1, ["forged"])
+    assert (got["failed"][0]["code"], "_content" in got["failed"][0]["error"]) == ("invalid_input", True)
+
+
 def test_lists_come_in_pages(client: TestClient) -> None:
     add(client, *({"id": f"d{n}", "text": f"{n} {LETTER}"} for n in range(5)))
     first = client.get("/v1/documents?limit=2").json()["data"]

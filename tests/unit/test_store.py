@@ -61,6 +61,16 @@ def store(tmp_path):
         yield store
 
 
+@pytest.mark.parametrize("name", ["_content", "_document"])
+def test_a_document_cannot_pass_for_a_frameworks_node(store, name):
+    with pytest.raises(InputError, match=f"LazyRAG keeps the name {name}"):
+        put(store, "a", "one", metadata={name: "{}", "year": 1901})
+    assert list(store.documents()) == []
+    doc = document("a", "one", metadata={"year": 1901})
+    store.put_document(doc, encoded(doc), own={name: "its own"})
+    assert store.document("a").metadata == {"year": 1901, name: "its own"}
+
+
 def contents(store, namespace=""):
     """Everything a reader can see of a namespace, in a form that can be compared."""
     ids = store.chunk_ids(namespace)

@@ -17,7 +17,7 @@ from itertools import islice
 from math import isfinite, isnan
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from lazyrag.anchors import MIN_CHARS
 from lazyrag.backend import engine as engines
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from lazyrag.retrievers.store import Store
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[TextPiece] | PromptPlan
 
@@ -101,7 +103,7 @@ class LazyRAG:
         self._store_file: tuple[int, int] | None = None
         self._library: Library | None = None
         self._planner: Planner | None = None
-        self._embedders: dict[str, Embedder] = {}
+        self._loaded = _Loaded()
         self._searcher: Searcher | None = None
         self._records: Records | None = None
         self._watch = Watch()
@@ -125,13 +127,17 @@ class LazyRAG:
             return cls._shared[key]
 
     def for_namespace(self, namespace: str, **settings: Any) -> LazyRAG:
-        """A client of another tenant, on the same engine and store. It does not know what was registered here.
+        """A client of another tenant, on the same engine, store, tokenizer and embedder.
+
+        It does not know what was registered here.
 
         Args:
             namespace: the tenant's.
             **settings: that differ for this tenant: its quota.
         """
-        return LazyRAG(replace(self.config, namespace=namespace, **settings), engine=self._engine)
+        client = LazyRAG(replace(self.config, namespace=namespace, **settings), engine=self._engine)
+        client._loaded = self._loaded
+        return client
 
     # ------------------------------------------------------------ what needs no engine
 
@@ -191,7 +197,8 @@ class LazyRAG:
         """The model's tokenizer."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = Tokenizer.from_folder(self.model)
+                folder = self.model
+                self._tokenizer = self._loaded.once(("tokenizer", folder), lambda: Tokenizer.from_folder(folder))
             return self._tokenizer
 
     @property
@@ -222,7 +229,8 @@ class LazyRAG:
             return self._choice[1]
 
     def _choose(self, config: Config) -> Choice:
-        chosen = choose(config, lambda: self.model)
+        anybodys = replace(config, namespace="", quota_documents=None, quota_chunks=None, quota_kv_bytes=None)
+        chosen = self._loaded.once(("choice", anybodys), lambda: choose(config, lambda: self.model))
         if self._engine is not None and self._engine.info.mode != chosen.mode:
             return Choice(self._engine.info.mode, "the running engine's")
         if chosen.fix and chosen not in self._told:
@@ -924,13 +932,10 @@ class LazyRAG:
     @property
     def embedder(self) -> Embedder:
         """Makes the vectors of texts and queries; loaded when it is first needed."""
-        name = self.config.embedder
-        with self._searcher_lock:
-            if name not in self._embedders:
-                from lazyrag.retrievers.embed import load_embedder
+        from lazyrag.retrievers.embed import load_embedder
 
-                self._embedders[name] = load_embedder(name)
-            return self._embedders[name]
+        name = self.config.embedder
+        return self._loaded.once(("embedder", name), lambda: load_embedder(name))
 
     def _needed_store(self) -> Store:
         directory, store = self.config.store, self.store
@@ -1057,6 +1062,25 @@ class LazyRAG:
         if self._engine is not None:
             out["engine"] = self._engine.stats()
         return out
+
+
+class _Loaded:
+    """What the clients of all tenants share, because it takes long to load, or much memory. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[object, Any] = {}
+        self._locks: dict[object, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def once(self, key: object, load: Callable[[], T]) -> T:
+        """The value of a key, loaded by whoever asks first; who asks for another key does not wait for that."""
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._values:
+                self._values[key] = load()
+            found: T = self._values[key]
+            return found
 
 
 def unset(config: Config) -> frozenset[str]:

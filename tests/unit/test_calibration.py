@@ -6,8 +6,12 @@ import json
 import logging
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,7 @@ from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.doctor import Row, examine
 from lazyrag.errors import ConfigError
+from lazyrag.retrievers import embed
 from lazyrag.types import Choice
 
 FOUND = Calibration("sink+first_k=16", "loses 0.4%", measured="2026-11-30")
@@ -62,6 +67,43 @@ def test_what_was_found_for_a_model_is_what_runs(model: Path) -> None:
     calibration.save(FOUND, config(model), model)
     assert chosen(model) == Choice("sink+first_k=16", "loses 0.4%")
     assert LazyRAG(config(model)).engine_config.mode == "sink+first_k=16"
+
+
+def test_tenants_share_tokenizer_embedder_and_the_look_at_the_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded once for all of them, also if they come at once; an error is not kept."""
+    calibration.save(FOUND, config(model), model)
+    loads: Counter[str] = Counter()
+
+    def counted(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            loads[name] += 1
+            if loads[name] == 1:
+                raise ConfigError("Not this time.")
+            time.sleep(0.02)  # so that the others come meanwhile
+            return load(*args, **kwargs)
+
+        return count
+
+    monkeypatch.setattr(client.Tokenizer, "from_folder", counted("tokenizer", client.Tokenizer.from_folder))
+    monkeypatch.setattr(embed, "load_embedder", counted("embedder", embed.load_embedder))
+    root = LazyRAG(config(model, store=tmp_path / "store", embedder="hash"))
+    for load in (lambda: root.tokenizer, lambda: root.embedder):
+        with pytest.raises(ConfigError, match="Not this time"):
+            load()
+    monkeypatch.setattr(calibration, "model_key", counted("weights", calibration.model_key))
+    loads["weights"] = 1
+    tenants = [root.for_namespace(f"tenant {n}", quota_chunks=n) for n in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        choices = set(pool.map(lambda tenant: tenant.choice, tenants))
+        tokenizers = set(pool.map(lambda tenant: id(tenant.tokenizer), tenants))
+        embedders = set(pool.map(lambda tenant: id(tenant.embedder), tenants))
+    assert choices == {root.choice} == {Choice(FOUND.mode, FOUND.why)}
+    assert tokenizers == {id(root.tokenizer)}
+    assert embedders == {id(root.embedder)}
+    assert loads == {"tokenizer": 2, "embedder": 2, "weights": 2}, "the failed ones among them"
+    assert len({id(tenant.library) for tenant in tenants}) == 8
 
 
 def test_a_mode_that_is_set_runs_whatever_was_found(model: Path) -> None:

@@ -30,6 +30,9 @@ Tool: TypeAlias = Mapping[str, Any]
 Format: TypeAlias = dict[str, Any]
 """A format of a structural tag, as vLLM's guided decoding takes it."""
 
+CHOICES = ("auto", "none", "required", "any")
+"""What a `tool_choice` says without naming a tool; "any" is the frameworks' word for "required"."""
+
 INSTRUCTION = """\
 You can use these tools, one a line:
 {tools}
@@ -159,7 +162,7 @@ def checked(tools: Any) -> list[Tool]:
     """The tools as a list.
 
     Raises:
-        InputError: they are something else.
+        InputError: they are something else, or one has a name that `tool_choice` uses otherwise.
     """
     found = list(tools) if isinstance(tools, Iterable) else [] if tools is None else [tools]
     for tool in found:
@@ -169,6 +172,12 @@ def checked(tools: Any) -> list[Tool]:
                 "tools is not a list of tools.",
                 fix='A tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}.',
             )
+        if function["name"] in CHOICES:
+            raise InputError(
+                f"A tool cannot be called {function['name']!r}:",
+                why="as a tool_choice, that word does not name a tool.",
+                fix="Give it another name.",
+            )
     return found
 
 
@@ -176,15 +185,18 @@ def choice_of(choice: Any) -> str:
     """The frameworks' `tool_choice` as "auto", "none", "required" (any of them), or the name of one.
 
     Raises:
-        InputError: it is a mapping that names no function.
+        InputError: it is a mapping that names no function, or one that cannot be.
     """
     if not choice:
         return "auto"
     if isinstance(choice, Mapping):
         try:
-            return str(choice["function"]["name"])
+            name = str(choice["function"]["name"])
         except (KeyError, TypeError):
             raise InputError("tool_choice names no tool.", fix="Pass its name.") from None
+        if name in CHOICES:  # which no tool is called
+            raise InputError(f"tool_choice names a tool {name!r}, and there is none.", fix=f"Pass {name!r} as a text.")
+        return name
     return "required" if choice in (True, "any") else str(choice)
 
 

@@ -238,6 +238,9 @@ def test_a_call_can_be_demanded_and_be_the_only_one(client: openai.OpenAI, model
         else:
             assert [call.function.name for call in one.choices[0].message.tool_calls] == ["look_up"]
     unknown: Any = {"type": "function", "function": {"name": "nothing"}}
+    named_none: Any = [{"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}]
+    with pytest.raises(openai.BadRequestError, match="A tool cannot be called 'none'"):
+        client.chat.completions.create(model=model, messages=ask("Where?"), tools=named_none, tool_choice="none")
     with pytest.raises(openai.BadRequestError, match="tool_choice names a tool"):
         client.chat.completions.create(
             model=model, messages=ask("Where?"), max_tokens=300, tools=TOOLS, tool_choice=unknown

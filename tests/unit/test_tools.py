@@ -171,6 +171,21 @@ def test_with_a_schema_a_reply_is_a_call_or_fits_it(made: Callable[[str], Tokeni
     assert last == {"type": "json_schema", "json_schema": schema}
 
 
+@pytest.mark.parametrize("name", ["auto", "none", "required", "any"])
+def test_a_tool_whose_name_says_something_else_as_a_choice_is_refused(
+    made: Callable[[str], Tokenizer], name: str
+) -> None:
+    """Whether it is chosen by that name, or offered at all, could not be told."""
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    messages = [Message("user", "?")]
+    for choice in (None, name, {"type": "function", "function": {"name": name}}):
+        with pytest.raises(InputError, match=f"A tool cannot be called '{name}'"):
+            offer(made(TAGGED), messages, [other, tool], choice, Sampling())
+    with pytest.raises(InputError, match=f"names a tool '{name}', and there is none"):
+        offer(made(TAGGED), messages, [other], {"type": "function", "function": {"name": name}}, Sampling())
+
+
 def test_no_tools_change_nothing(made: Callable[[str], Tokenizer]) -> None:
     for tools, choice in ((None, None), ([], "auto"), (TOOLS, "none")):
         sent = offer(made(TAGGED), QUESTION, tools, choice, Sampling(max_tokens=3))

@@ -1027,8 +1027,9 @@ class LazyRAG:
         return explain(
             plan,
             reuse,
-            nearest=Alterations(self.library.segmenter).nearest,
+            altered_in=Alterations(self.library.segmenter).in_pieces,
             why_computed=self._why_computed,
+            holds_short=self.library.is_short_one_in,
             is_anothers=lambda text: any(library.segmenter.find(text) for library in others()),
         )
 

@@ -9,12 +9,12 @@ import html
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TypeAlias
 
-from lazyrag.plan import AT_END
+from lazyrag.plan import AT_END, TOO_SHORT
 from lazyrag.segmenter import Segmenter
 from lazyrag.types import COMPUTED, ChunkId, Piece, PromptPlan, Reuse, chunk_id
 
@@ -64,7 +64,7 @@ class Row:
         source: of a reusable chunk, where its KV came from (`types.HBM`, `DISK`, `COMPUTED`); empty if the request has
             not run.
         reason: why it, or a part of it, was not reused; empty if there is nothing to say.
-        nearest: of a literal that holds a chunk in changed form, that chunk; else None.
+        nearest: of a piece that holds a chunk in changed form, or the beginning of one, that chunk; else None.
     """
 
     piece: Piece
@@ -78,10 +78,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Altered:
-    """A chunk that a literal text holds in changed form.
+    """A chunk that a text holds in changed form.
 
     Attributes:
-        kind: `ESCAPED`, `HTML`, `WHITESPACE`, `UNICODE` or (`Alterations.nearest`) `EDITED`.
+        kind: `ESCAPED`, `HTML`, `WHITESPACE`, `UNICODE`; of `Alterations.nearest` also `EDITED`; of
+            `Alterations.in_pieces` also `CUT`.
         fix: what happened and what to do, a sentence or two.
     """
 
@@ -90,15 +91,16 @@ class Altered:
     fix: str
 
 
-Nearest: TypeAlias = Callable[[str], Sequence[Altered]]
+AlteredIn: TypeAlias = Callable[[Sequence[Piece]], Mapping[int, Sequence[Altered]]]
 
 
 def explain(
     plan: PromptPlan,
     reuse: Reuse | None = None,
     *,
-    nearest: Nearest | None = None,
+    altered_in: AlteredIn = lambda pieces: {},
     why_computed: Callable[[ChunkId], str] = lambda id: FIRST_USE,
+    holds_short: Callable[[str], bool] = lambda text: False,
     is_anothers: Callable[[str], bool] = lambda text: False,
 ) -> list[Row]:
     """One row for each piece of the plan, in order.
@@ -106,35 +108,38 @@ def explain(
     Args:
         plan: the prompt as it was (or would be) sent.
         reuse: the engine's report; None if the request has not run.
-        nearest: finds altered chunks in literal text (`Alterations.nearest`).
+        altered_in: finds altered chunks (`Alterations.in_pieces`).
         why_computed: says of a chunk that was computed why.
+        holds_short: whether a text holds a chunk that is too short to be found.
         is_anothers: whether a text holds a chunk of another namespace. For those only who may know.
     """
     rows = []
     position = 0
-    for piece, source in zip(plan.pieces, plan.sources(reuse), strict=True):
-        reason, altered = piece.reason, None
+    altered = altered_in(plan.pieces)
+    for number, (piece, source) in enumerate(zip(plan.pieces, plan.sources(reuse), strict=True)):
+        found = altered.get(number, ())
+        reason = ""
         if position < plan.prefix_len:
-            kind = PREAMBLE
+            kind, found = PREAMBLE, ()
         elif piece.chunk_id is None:
             kind = LITERAL
-            if nearest is not None and not reason:
-                found = nearest(piece.text)
-                reason = " ".join(dict.fromkeys(one.fix for one in found))
-                altered = found[0].chunk_id if found else None
-                if not reason and is_anothers(piece.text):
+            if not (piece.reason or found):
+                if is_anothers(piece.text):
                     reason = OTHER_NAMESPACE
-                elif not reason and len(piece.token_ids) >= MIN_TOKENS:
-                    reason = NOT_REGISTERED
+                elif len(piece.token_ids) >= MIN_TOKENS:
+                    reason = TOO_SHORT if holds_short(piece.text) else NOT_REGISTERED
         else:
             kind = CHUNK
-            if piece.reuse:
-                reason = why_computed(piece.chunk_id) if source == COMPUTED else ""
-                if piece.computed and not reason:
-                    num_tokens = sum(end - start for start, end in piece.computed)
-                    reason = f"{num_tokens} of its tokens are computed in their place, as mode {plan.mode} says"
+            if piece.reuse and source == COMPUTED:
+                reason = why_computed(piece.chunk_id)
+            elif piece.computed:
+                num_tokens = sum(end - start for start, end in piece.computed)
+                reason = f"{num_tokens} of its tokens are computed in their place, as mode {plan.mode} says"
+        fixes = dict.fromkeys(one.fix for one in found)
+        reason = ". ".join(filter(None, (piece.reason or reason, " ".join(fixes))))
         reused = bool(source) and source != COMPUTED
-        rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason, altered))
+        nearest = found[0].chunk_id if found else None
+        rows.append(Row(piece, kind, len(piece.token_ids), reused, source, reason, nearest))
         position += len(piece.token_ids)
     return rows
 
@@ -169,13 +174,54 @@ class Alterations:
         found = self.find(text)
         if found:
             return found
-        runs = set(_runs(text))
         proposed = dict.fromkeys(self._segmenter.index.candidates(text).chunk_ids)
         for id, chunk in self._segmenter.texts(list(islice(proposed, MOST_EDITED))).items():
-            own = _runs(chunk)
-            if own and chunk not in text and sum(run in runs for run in own) >= ALIKE * len(own):
+            if chunk not in text and _is_like(chunk, text):
                 found.append(Altered(EDITED, id, FIXES[EDITED]))
         return found
+
+    def in_pieces(self, pieces: Sequence[Piece]) -> dict[int, list[Altered]]:
+        """By number, the pieces that hold chunks in changed form, and these chunks.
+
+        What comes before the first change may have been found as the beginning of a chunk. If there is no change, the
+        chunk is cut.
+        """
+        out: dict[int, list[Altered]] = {}
+        begun: Altered | None = None
+        shown = ""
+        for number, piece in enumerate(pieces):
+            if piece.chunk_id is not None:
+                shown = piece.text
+                begun = self._begun(pieces, number) if _is_cut(pieces, number) else None
+                found = [begun] if begun is not None else []
+            elif piece.reason:
+                continue
+            else:
+                shown += piece.text
+                found = self.nearest(piece.text)
+                if begun is not None and (begun.kind != CUT or self._text(begun.chunk_id).startswith(shown)):
+                    found = [begun, *found]
+            if found:
+                out[number] = found
+        return out
+
+    def _begun(self, pieces: Sequence[Piece], number: int) -> Altered:
+        """What happened to the chunk that a piece shows the beginning of."""
+        id = pieces[number].chunk_id
+        assert id is not None
+        after = takewhile(lambda piece: piece.chunk_id is None, pieces[number + 1 :])
+        own = "".join([pieces[number].text, *(piece.text for piece in after)])
+        everything = "".join(piece.text for piece in pieces)  # other chunks may have been found in the rest of it
+        found = (altered for text in (own, everything) for altered in self.nearest(text) if altered.chunk_id == id)
+        shown = len(pieces[number].text)
+        for altered in found:
+            # Of a chunk that is cut, the beginning looks like an edited whole; after an edit, a chunk goes on.
+            if altered.kind != EDITED or _is_like(self._text(id)[shown:], own[shown:]):
+                return altered
+        return Altered(CUT, id, FIXES[CUT])
+
+    def _text(self, id: ChunkId) -> str:
+        return self._segmenter.texts([id]).get(id, "")
 
 
 class Watch:
@@ -191,7 +237,8 @@ class Watch:
 
     def look(self, plan: PromptPlan, segmenter: Segmenter) -> list[str]:
         """What this prompt shows that was not said before: for each, what happened and what to do."""
-        cut = _cut(plan.pieces)
+        pieces = plan.pieces
+        cut = {piece.chunk_id for number, piece in enumerate(pieces) if _is_cut(pieces, number)}
         if not cut and plan.chunk_ids and max(map(len, _literals(plan.pieces)), default=0) < SUSPECT:
             return []
         with self._lock:
@@ -209,15 +256,11 @@ class Watch:
         return [FIXES[kind] for kind in new]
 
 
-def _cut(pieces: Sequence[Piece]) -> set[ChunkId]:
-    """The chunks of which the prompt shows the beginning only."""
-    out = set()
-    for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
-        if piece.chunk_id is not None:
-            shown = piece.text + (after.text if after is not None and after.reason == AT_END else "")
-            if chunk_id(shown) != piece.chunk_id:
-                out.add(piece.chunk_id)
-    return out
+def _is_cut(pieces: Sequence[Piece], number: int) -> bool:
+    """Whether a piece shows the beginning of a chunk only."""
+    piece, *after = pieces[number : number + 2]
+    shown = piece.text + (after[0].text if after and after[0].reason == AT_END else "")
+    return piece.chunk_id is not None and chunk_id(shown) != piece.chunk_id
 
 
 def _literals(pieces: Sequence[Piece]) -> list[str]:
@@ -245,12 +288,19 @@ def _runs(text: str) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 
 
+def _is_like(chunk: str, text: str) -> bool:
+    """Whether a text could be an edited chunk, or more than that."""
+    own, runs = _runs(chunk), set(_runs(text))
+    return bool(own) and sum(run in runs for run in own) >= ALIKE * len(own)
+
+
 def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
 _UNDO: Sequence[tuple[str, Callable[[str], str]]] = (
     (ESCAPED, _unescaped),
+    (ESCAPED, lambda text: _unescaped(_unescaped(text))),  # JSON in JSON, as results of tools often are
     (HTML, html.unescape),
     (UNICODE, lambda text: unicodedata.normalize("NFC", text)),
     (WHITESPACE, lambda text: text.replace("\r\n", "\n")),

@@ -496,7 +496,8 @@ class _Run:
         self._warming: _Warming | None = None
         self._fingerprint: str | None = None
         self._given = self._done = self._kept = self._beyond = 0
-        self._offered: dict[ChunkId, tuple[int, ...]] = {}  # chunks that the store does not know to be warm
+        self._offered: set[ChunkId] = set()  # chunks that the store does not know to be warm
+        self._computing: dict[ChunkId, tuple[int, ...]] = {}
         self._unmarked: dict[ChunkId, tuple[int, ...]] = {}
 
     def events(
@@ -649,12 +650,13 @@ class _Run:
             if not tokens or id in self._offered:
                 continue
             needed = len(tokens) * self._bytes_per_token
-            self._offered[id] = tokens
+            self._offered.add(id)
             if most is not None and self._fingerprint and self._kept + needed > most:
                 self._beyond += 1
                 continue
             self._kept += needed
             self._given += 1
+            self._computing[id] = tokens
             for result in self._warming.offer((id, tokens)):
                 yield from self._take(*result)
         for result in self._warming.results():
@@ -673,9 +675,10 @@ class _Run:
 
     def _note(self, id: ChunkId, result: Reuse | Exception) -> None:
         """Called in the engine's thread, so that a kill costs little whatever the other one is busy with."""
+        tokens = self._computing.pop(id)
         # Without sources the engine took it for ordinary text, and keeps nothing.
         if self._fingerprint and isinstance(result, Reuse) and result.sources:
-            self._unmarked[id] = self._offered[id]
+            self._unmarked[id] = tokens
             if len(self._unmarked) == _MARK:
                 self._mark()
 
@@ -685,8 +688,7 @@ class _Run:
         if chunks and self._fingerprint:
             self._store.mark_warm(chunks, self._fingerprint, namespace)
             self._store.doom(chunks, namespace)  # another process may have deleted one while it was computed
-            for id in chunks:
-                del self._offered[id]
+            self._offered -= chunks.keys()
             self._unmarked = {}
 
     def _rest(self, documents: Sequence[str] | None) -> Iterator[Progress]:

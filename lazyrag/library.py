@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lazyrag.anchors import MIN_CHARS, AnchorIndex
 from lazyrag.errors import StoreError
-from lazyrag.segmenter import Segmenter
+from lazyrag.segmenter import SHORTEST_HINT, Segmenter
 from lazyrag.types import ChunkId, canonical, chunk_id
 
 if TYPE_CHECKING:
@@ -143,6 +143,14 @@ class Library:
         """The chunks that are too short for the index and spell a control token: they must be looked for, too."""
         with self._lock:
             return list(self._unindexed.values())
+
+    def is_short_one_in(self, text: str) -> bool:
+        """Whether a text holds a chunk that is too short for the index, though of some words. Looks at every chunk."""
+        lengths = range(SHORTEST_HINT, MIN_CHARS)
+        with self._lock:
+            registered = [short for short in self._registered.values() if len(short) in lengths]
+        stored = self._store is not None and self._store.is_any_in(text, self._namespace, lengths=lengths)
+        return stored or any(short in text for short in registered)
 
     def tokens(self, id: ChunkId) -> tuple[int, ...]:
         """The chunk's token ids; empty if it is unknown or its text does not survive the tokenizer."""

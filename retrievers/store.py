@@ -378,6 +378,15 @@ class Store:
         ):
             yield id, text
 
+    def is_any_in(self, text: str, namespace: str = "", *, lengths: range) -> bool:
+        """Whether a text holds a chunk of one of these lengths, in characters. Looks at every chunk."""
+        with self._reading() as db:
+            row = db.execute(
+                "SELECT 1 FROM chunks WHERE namespace = ? AND length(text) BETWEEN ? AND ? AND instr(?, text) LIMIT 1",
+                (namespace, lengths.start, lengths.stop - 1, text),
+            ).fetchone()
+        return row is not None
+
     def chunks(self, namespace: str = "") -> Iterator[Chunk]:
         """Every place of every chunk, in the order of the documents."""
         for document in self.documents(namespace):

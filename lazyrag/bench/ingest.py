@@ -146,9 +146,8 @@ def _measured(case: str, chunks: int, folder: Path, model: str, tell: Callable[[
     tell(f"{case}: all together")
     with Store.open(folder / "kb", create=True) as store:
         memory = _Memory()
-        events = ingest.run(
-            ingest.plan(store, [docs], splitter=splitter, embedder=embedder), warm=partial(_warmed, engine, "")
-        )
+        plan = ingest.plan(store, [docs], splitter=splitter, embedder=embedder)
+        events = ingest.run(plan, warm=partial(_warmed, engine, ""), fingerprint="bench")
         ingest_s = _timed(map(memory.look, events))
     share = slower_s / ingest_s
     return Row(case, count, reading_s, slower_s, ingest_s, share, memory.early_bytes, memory.most_bytes)
@@ -235,17 +234,17 @@ class _IdleEngine:
 
     def __init__(self, cost_s: float) -> None:
         self._cost_s = cost_s
-        self._requests: queue.SimpleQueue[tuple[Request, Deliver]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Request, Deliver, float]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="lazyrag-idle-engine", daemon=True).start()
 
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
-        self._requests.put((request, deliver))
+        self._requests.put((request, deliver, time.monotonic()))
         return lambda: None
 
     def _run(self) -> None:
         end = 0.0
         while True:
-            request, deliver = self._requests.get()
-            end = max(end, time.monotonic()) + self._cost_s
+            request, deliver, begun = self._requests.get()
+            end = max(end, begun) + self._cost_s  # by the clock, however late it was woken
             time.sleep(max(0.0, end - time.monotonic()))
             deliver(Delta(finish_reason="length", reuse=Reuse(len(request.token_ids), 0, (COMPUTED,))))

@@ -5,13 +5,16 @@ import json
 import random
 import textwrap
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lazyrag.backend.fake import FakeEngine
+from lazyrag.client import LazyRAG
 from lazyrag.explain import (
     CHUNK,
+    CUT,
     EDITED,
     ESCAPED,
     FIRST_USE,
@@ -68,23 +71,21 @@ def test_before_the_request_has_run_sources_are_unknown() -> None:
     assert [row.reason for row in rows if row.reason] == [TOO_SHORT, AT_END]
 
 
-def test_literals_that_look_like_altered_chunks_say_so() -> None:
-    asked = []
-
-    def nearest(text: str) -> list[Altered]:
-        asked.append(text)
-        return [Altered(HTML, A, "do this"), Altered(HTML, B, "do this")]
-
-    rows = explain(PLAN, nearest=nearest)
-    assert asked == ["Context:"]
-    assert (rows[1].reason, rows[1].nearest) == ("do this", A)
-    assert [row.nearest for row in rows if row is not rows[1]] == [None] * 6
+def test_pieces_that_hold_altered_chunks_say_so() -> None:
+    found = [Altered(HTML, A, "Do this."), Altered(HTML, B, "Do this.")]
+    rows = explain(PLAN, Reuse(13, 5, (HBM, COMPUTED, DISK)), altered_in=lambda pieces: {0: found, 1: found, 3: found})
+    assert [(row.reason, row.nearest) for row in rows[:4]] == [
+        ("", None),  # of a preamble nothing is found
+        ("Do this.", A),
+        ("", None),
+        (f"{FIRST_USE}. Do this.", A),
+    ]
 
 
 def test_a_literal_long_enough_to_be_a_document_is_told_apart_from_the_applications_words() -> None:
     long = PromptPlan((Piece("Answer:", (1,)), Piece("a text of nobody", tuple(range(16)))))
-    assert [row.reason for row in explain(long, nearest=lambda text: [])] == ["", NOT_REGISTERED]
-    rows = explain(long, nearest=lambda text: [], is_anothers=lambda text: "nobody" in text)
+    assert [row.reason for row in explain(long)] == ["", NOT_REGISTERED]
+    rows = explain(long, is_anothers=lambda text: "nobody" in text)
     assert [row.reason for row in rows] == ["", OTHER_NAMESPACE]
 
 
@@ -109,6 +110,7 @@ PASSAGE = (
         (lambda text: f"[Document(id='1', metadata={{}}, page_content={text!r})]", ESCAPED),
         (lambda text: json.dumps({"text": text}), ESCAPED),
         (lambda text: json.dumps([text], ensure_ascii=False), ESCAPED),
+        (lambda text: json.dumps({"result": json.dumps({"text": text})}), ESCAPED),
         (html.escape, HTML),
         (lambda text: " ".join(text.split()), WHITESPACE),
         (lambda text: text.replace("\n", "\r\n"), WHITESPACE),
@@ -116,7 +118,19 @@ PASSAGE = (
         (lambda text: textwrap.indent(text, "> "), WHITESPACE),
         (lambda text: unicodedata.normalize("NFD", text), UNICODE),
     ],
-    ids=["list", "documents", "json", "json unescaped", "html", "collapsed", "crlf", "indented", "quoted", "nfd"],
+    ids=[
+        "list",
+        "documents",
+        "json",
+        "json unescaped",
+        "json in json",
+        "html",
+        "collapsed",
+        "crlf",
+        "indented",
+        "quoted",
+        "nfd",
+    ],
 )
 def test_altered_chunks_are_recognised(
     alter: Callable[[str], str], kind: str, make_segmenter: Callable[..., Segmenter]
@@ -161,3 +175,58 @@ def test_an_edited_chunk_is_found_as_the_nearest_one(make_segmenter: Callable[..
     assert sum(map(bool, found)) >= 10, "all but those whose anchor was edited"
     assert find(f"{chunk} and {other}") == []
     assert find(" ".join(words[:25])) == [], "a part is no edited whole"
+
+
+# ---------------------------------------------------------------- through the client
+
+SHORT = "A text of a few words, no more than that."
+OTHER = "Something else that nobody altered, which stands in the prompt as it was registered, word for word, and whole."
+
+
+@pytest.fixture(scope="module")
+def rag(model_folder: Callable[..., Path]) -> Iterator[LazyRAG]:
+    folder = model_folder("byte-level")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    engine = FakeEngine(folder)
+    rag = LazyRAG(model=str(folder), engine=engine, min_tokens=32)
+    rag.register([PASSAGE, OTHER, SHORT])
+    yield rag
+    engine.close()
+
+
+def told(rag: LazyRAG, prompt: str) -> set[tuple[str, str | None]]:
+    """Reasons and nearest chunks of a prompt's parts."""
+    rows = rag.explain(f"Context: {prompt}\n\nWhy?")
+    assert "".join(row.piece.text for row in rows) == f"Context: {prompt}\n\nWhy?"
+    return {(row.reason, row.nearest) for row in rows if row.reason or row.nearest}
+
+
+WORD_BY_WORD = PASSAGE.split(" ")
+EDIT = " ".join([*WORD_BY_WORD[:40], "edited", *WORD_BY_WORD[41:]])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (PASSAGE, ""),
+        (repr([PASSAGE]), FIXES[ESCAPED]),
+        (repr([OTHER, PASSAGE, OTHER]), FIXES[ESCAPED]),
+        (f"{OTHER}\n\n{[PASSAGE]!r}", FIXES[ESCAPED]),
+        (f"[Document({PASSAGE!r}), Document({OTHER!r})]", FIXES[ESCAPED]),
+        (json.dumps({"docs": [PASSAGE, OTHER]}), FIXES[ESCAPED]),
+        (json.dumps(json.dumps([PASSAGE])), FIXES[ESCAPED]),
+        (html.escape(PASSAGE), FIXES[HTML]),
+        (PASSAGE.replace("\n", "\r\n"), FIXES[WHITESPACE]),
+        (textwrap.indent(PASSAGE, "> "), FIXES[WHITESPACE]),
+        (unicodedata.normalize("NFD", PASSAGE), FIXES[UNICODE]),
+        (EDIT, FIXES[EDITED]),
+        (PASSAGE[:200], FIXES[CUT]),
+        (f"{PASSAGE[:200]}\n\n{OTHER}", FIXES[CUT]),
+        (SHORT, TOO_SHORT),
+        ("A text that nobody has registered anywhere, and that no document holds. " * 3, NOT_REGISTERED),
+    ],
+    ids=ascii,
+)
+def test_the_one_reason_why_a_text_is_not_reused_is_told(rag: LazyRAG, text: str, reason: str) -> None:
+    about = None if reason in ("", NOT_REGISTERED, TOO_SHORT) else chunk_id(PASSAGE)
+    assert told(rag, text) == ({(reason, about)} if reason else set())

@@ -20,6 +20,7 @@ from lazyrag.client import LazyRAG
 from lazyrag.errors import EngineDeadError
 from lazyrag.explain import ESCAPED, EVICTED, FIRST_USE, FIXES, NOT_REGISTERED, OTHER_MODEL, OTHER_NAMESPACE
 from lazyrag.ingest import Progress, Summary
+from lazyrag.plan import TOO_SHORT
 from lazyrag.types import COMPUTED, HBM
 
 CHATML = (
@@ -188,13 +189,16 @@ def test_each_reason_for_computing_a_text_is_told(tenants: Any, tmp_path: Path) 
     assert why(first, "a", LETTER, run=True) == [("chunk", None)]
     assert why(first, "a", BRIDGE) == [("literal", NOT_REGISTERED)]
     assert why(first, "a", json.dumps(said)) == [("literal", FIXES[ESCAPED])]
-    first.post("/v1/documents", json={"documents": [BRIDGE], "warm": False}, headers=a)
+    short = "Nobody answered the keeper."
+    first.post("/v1/documents", json={"documents": [BRIDGE, short], "warm": False}, headers=a)
+    assert why(first, "a", short) == [("literal", TOO_SHORT)]
+    assert why(first, "b", short) == [("literal", NOT_REGISTERED)]
     assert why(first, "a", BRIDGE, run=True) == [("chunk", FIRST_USE)]
 
     second = tenants("2" * 64)
     assert why(second, "a", LETTER, run=True) == [("chunk", OTHER_MODEL)]
     second.post("/v1/documents", json={"documents": ["Another one. " * 9]}, headers=a)
-    assert settled(second, a)["kept"] == 4  # those from before in the background
+    assert settled(second, a)["kept"] == 5  # those from before in the background
     for file in tmp_path.glob("store/kv/2222*/**/*.safetensors"):
         file.unlink()
     third = tenants("2" * 64)

@@ -51,6 +51,7 @@ lint: $(VENV)/.installed  ## ruff and mypy
 
 gpu-test: $(VENV)/.installed  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+	VLLM_USE_V2_MODEL_RUNNER=0 $(BIN)/python -m pytest -m gpu tests/gpu/test_engine.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) .models .demo .vllm-* build dist *.egg-info

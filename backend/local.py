@@ -155,6 +155,7 @@ class LocalEngine:
 
     async def _start(self, arguments: dict[str, Any]) -> EngineInfo:
         from vllm import AsyncEngineArgs
+        from vllm.utils.torch_utils import get_kv_cache_torch_dtype
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
@@ -186,13 +187,14 @@ class LocalEngine:
         self._llm = AsyncLLM.from_vllm_config(config)
         layers = model.get_num_layers(config.parallel_config)
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()
+        kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
         return EngineInfo(
             model=model.model,
             tokenizer=model.tokenizer,
             mode=str(self._mode),
             max_model_len=model.max_model_len,
             block_size=config.cache_config.block_size,
-            kv_bytes_per_token=2 * layers * heads * size * model.dtype.itemsize,
+            kv_bytes_per_token=2 * layers * heads * size * kv_dtype.itemsize,
             fingerprint=fingerprint,
         )
 

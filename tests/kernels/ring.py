@@ -1,0 +1,439 @@
+"""The barriers of the Hopper kernel, run as Python under schedules drawn at random.
+
+The kernel's own functions run, with Gluon replaced by what this file knows of it: shared memory, mbarriers, TMA and
+asynchronous wgmma. Numbers do not matter, so arithmetic on tensors gives nothing (`Inert`); pointers into the tables,
+and all that is computed of them, are real. Between any two events the next one is drawn among all that may come: a step
+of a warpgroup, or the end of a TMA box that is on its way.
+
+A race is a box that lands, or a store, where a product that was begun is still reading; or a product that begins where
+another tile lies than it wants, or one that has not landed. What is not modelled: fences between proxies, and whatever
+the compiler reorders.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from lazyrag.kernels import hopper
+
+
+class Race(AssertionError):
+    """Two events that must not meet have met."""
+
+
+class Deadlock(AssertionError):
+    """Nothing can happen any more, and somebody still waits."""
+
+
+class Inert:
+    """A tensor, a layout or a type: anything whose value does not matter here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+        return self
+
+    def __getitem__(self, key: Any) -> Inert:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def _with(self, other: Any) -> Inert:
+        return INERT
+
+    def __neg__(self) -> Inert:
+        return self
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Inert, f"__{_name}__", Inert._with)
+INERT = Inert()
+
+
+class Product(Inert):
+    """What a wgmma gives: nothing, before it has been waited for."""
+
+    done = False
+
+    def _with(self, other: Any) -> Inert:
+        if not self.done:
+            raise Race("a product is used before it is done")
+        return INERT
+
+    __mul__ = __truediv__ = _with
+
+
+@dataclass(frozen=True)
+class Pointer:
+    table: Sequence[int]
+    offset: int = 0
+
+    def __add__(self, other: Any) -> Any:
+        return Pointer(self.table, self.offset + other) if isinstance(other, int) else INERT
+
+
+@dataclass(frozen=True)
+class Description:
+    """TMA's view of a tensor."""
+
+    item_bytes: int
+    dtype = layout = INERT
+
+
+@dataclass(eq=False)
+class Memory:
+    """Shared memory: `shape[0]` boxes. `content`: of each box, the coordinates that TMA brought it from."""
+
+    shape: Sequence[int]
+    machine: Machine
+    dtype: Inert = INERT
+    content: dict[int, Any] = field(default_factory=dict)
+
+    def index(self, i: int) -> View:
+        assert 0 <= i < self.shape[0], "outside of shared memory"
+        return View(self, range(i, i + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Some boxes of a buffer."""
+
+    memory: Memory
+    boxes: range
+
+    dtype = INERT
+
+    @property
+    def places(self) -> set[tuple[int, int]]:
+        return {(id(self.memory), box) for box in self.boxes}
+
+    def slice(self, *args: Any) -> View:
+        return self
+
+    def permute(self, order: Any) -> View:
+        return self
+
+    def load(self, layout: Any) -> Inert:
+        self.memory.machine.read(self)
+        return INERT
+
+    def store(self, value: Any) -> None:
+        self.memory.machine.step()
+        self.memory.machine.check_not_read(self)
+
+
+@dataclass
+class Barrier:
+    count: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "more arrivals than a phase has"
+        assert self.bytes >= 0, "more bytes than were announced"
+        if self.pending == self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+
+@dataclass
+class Actor:
+    """A warpgroup or the producer's warp.
+
+    Attributes:
+        may_go: whether what it waits for has happened.
+        products: that are under way, and the places that each of them reads.
+        seen: where TMA had brought from what it has read, in order.
+    """
+
+    run: Callable[[], None]
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    may_go: Callable[[], bool] = lambda: True
+    products: list[tuple[Product, set[tuple[int, int]]]] = field(default_factory=list)
+    seen: list[list[tuple[int, ...]]] = field(default_factory=list)
+    done: bool = False
+
+
+class Machine:
+    """Runs one thread block of the kernel under one schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._back = threading.Semaphore(0)
+        self._actor: Actor | None = None
+        self._barriers: dict[tuple[int, int], Barrier] = {}
+        self._flying: list[tuple[View, tuple[int, ...], Barrier, int]] = []
+        self._failure: BaseException | None = None
+        self.actors: list[Actor] = []
+
+    # ------------------------------------------------------------ events
+
+    def step(self, may_go: Callable[[], bool] = lambda: True) -> None:
+        """Let others go first, until it is this actor's turn again and `may_go` holds."""
+        actor = self._actor
+        if actor is None:  # before the warps part ways
+            return
+        actor.may_go = may_go
+        self._back.release()
+        actor.turn.acquire()
+        if self._failure is not None:
+            raise SystemExit
+
+    def check_not_read(self, view: View) -> None:
+        for actor in self.actors:
+            if any(view.places & reads for _, reads in actor.products):
+                raise Race("written while a product reads it")
+
+    def copy(self, desc: Description, coordinates: list[int], barrier: View, target: View) -> None:
+        """TMA: begins here, lands when the schedule says so."""
+        self.step()
+        self.check_not_read(target)
+        (box,) = target.boxes
+        target.memory.content[box] = None
+        size = desc.item_bytes * prod(target.memory.shape[1:])
+        self._flying.append((target, tuple(coordinates), self._barrier(barrier), size))
+
+    def read(self, view: View) -> None:
+        """At once. Only what TMA brings is looked at."""
+        self.step()
+        found = [view.memory.content[box] for box in view.boxes if box in view.memory.content]
+        if None in found:
+            raise Race("read before it has landed")
+        if self._actor is not None and found:
+            self._actor.seen.append(found)
+
+    def multiply(self, a: Any, b: View, acc: Any, use_acc: bool = True, is_async: bool = False) -> Inert:
+        self.read(b)
+        assert is_async
+        assert self._actor is not None
+        product = Product()
+        self._actor.products.append((product, b.places | (a.places if isinstance(a, View) else set())))
+        return product
+
+    def wait_for_products(self, pending: int, deps: Sequence[Any]) -> Any:
+        self.step()
+        assert self._actor is not None
+        while len(self._actor.products) > pending:
+            self._actor.products.pop(0)[0].done = True
+        (result,) = deps
+        return result
+
+    def _barrier(self, view: View) -> Barrier:
+        (place,) = view.places
+        return self._barriers[place]
+
+    def init(self, view: View, count: int) -> None:
+        (place,) = view.places
+        self._barriers[place] = Barrier(count, count)
+
+    def expect(self, view: View, num_bytes: int) -> None:
+        self.step()
+        barrier = self._barrier(view)
+        barrier.bytes += num_bytes
+        barrier.pending -= 1
+        barrier.settle()
+
+    def arrive(self, view: View, count: int) -> None:
+        self.step()
+        barrier = self._barrier(view)
+        barrier.pending -= count
+        barrier.settle()
+
+    def wait(self, view: View, phase: int) -> None:
+        barrier = self._barrier(view)
+        self.step(lambda: barrier.phase != phase)
+
+    # ------------------------------------------------------------ schedule
+
+    def part(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], *options: Any) -> None:
+        """`gl.warp_specialize`: all of them at once, to their ends."""
+        self.actors = [Actor(lambda call=call: call[0](*call[1])) for call in calls]  # type: ignore[misc]
+        threads = [threading.Thread(target=self._live, args=(actor,), daemon=True) for actor in self.actors]
+        for thread in threads:
+            thread.start()
+        while self._failure is None and not all(actor.done for actor in self.actors):
+            able = [actor for actor in self.actors if not actor.done and actor.may_go()]
+            if not able and not self._flying:
+                self._failure = Deadlock("somebody waits for ever")
+                break
+            chosen = self._random.randrange(len(able) + len(self._flying))
+            if chosen < len(able):
+                self._actor = able[chosen]
+                self._actor.turn.release()
+                self._back.acquire()
+            else:
+                self._land(chosen - len(able))
+        for actor in self.actors:  # after a failure: all threads end
+            actor.turn.release()
+        for thread in threads:
+            thread.join()
+        self._actor = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _live(self, actor: Actor) -> None:
+        actor.turn.acquire()
+        try:
+            if self._failure is None:
+                actor.run()
+        except SystemExit:
+            return
+        except BaseException as failure:
+            self._failure = failure
+        actor.done = True
+        self._back.release()
+
+    def _land(self, number: int) -> None:
+        target, coordinates, barrier, size = self._flying.pop(number)
+        try:
+            self.check_not_read(target)
+            (box,) = target.boxes
+            target.memory.content[box] = coordinates
+            barrier.bytes -= size
+            barrier.settle()
+        except AssertionError as failure:
+            self._failure = failure
+
+
+# ---------------------------------------------------------------- the kernel as Python
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a variant, and of the slice of work that is walked."""
+
+    stages: int
+    raw: bool
+    block_m: int
+    tile: int = 64
+    page: int = 32
+    head_size: int = 128
+    begin: int = 3
+    num_tiles: int = 7
+
+
+def gluon(machine: Machine) -> SimpleNamespace:
+    """What the kernel uses of Gluon's language."""
+
+    def either(one: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **_: one(*args) if all(isinstance(x, int) for x in args) else INERT
+
+    def load(pointer: Any, **_: Any) -> Any:
+        return pointer.table[pointer.offset] if isinstance(pointer, Pointer) else INERT
+
+    names = ("arange", "zeros", "full", "max", "min", "sum", "exp2", "convert_layout", "store", "float32", "int64")
+    layouts = ("NVMMASharedLayout", "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout")
+    return SimpleNamespace(
+        **dict.fromkeys((*names, *layouts), INERT),
+        static_range=range,
+        minimum=either(min),
+        maximum=either(max),
+        where=either(lambda condition, a, b: a if condition else b),
+        load=load,
+        program_id=lambda axis: 0,
+        num_programs=lambda axis: 1,
+        allocate_shared_memory=lambda dtype, shape, layout: Memory(shape, machine),
+        warp_specialize=machine.part,
+    )
+
+
+def explore(sizes: Sizes, schedules: int, change: tuple[str, str, str] | None = None) -> None:
+    """Run one slice under so many schedules; arguments and errors as of `run`."""
+    for seed in range(schedules):
+        run(sizes, seed, change)
+
+
+def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> None:
+    """Run one slice under one schedule.
+
+    Args:
+        sizes: of the kernel and the slice.
+        seed: of the schedule.
+        change: (function, text, other text) to be changed in the kernel's source.
+
+    Raises:
+        AssertionError: a `Race`, a `Deadlock`, or a product that has read another tile than it should.
+        LookupError: `change` cannot be made.
+    """
+    machine = Machine(seed)
+    per_tile, columns = sizes.tile // sizes.page, sizes.head_size // 64
+    end = sizes.begin + sizes.num_tiles
+    lines = random.Random(seed).choices(range(3), k=end + 2)
+    tiles = [n for i in range(end + 2) for n in (sizes.tile, lines[i], 0, i * sizes.tile)]
+    pages = [100 + i * per_tile + p for i in range(end + 2) for p in range(per_tile)]
+    work = [0, 1, sizes.begin, end, 0, -1]
+
+    def stacked(boxes: Memory, entries: int, tile: int, head_size: int) -> Any:
+        each = boxes.shape[0] // entries
+        return SimpleNamespace(index=lambda stage: View(boxes, range(stage * each, (stage + 1) * each)))
+
+    environment: dict[str, Any] = {
+        **vars(hopper),
+        "gl": gluon(machine),
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=INERT, init=machine.init, expect=machine.expect, arrive=machine.arrive, wait=machine.wait
+        ),
+        "_load_box": machine.copy,
+        "warpgroup_mma": machine.multiply,
+        "warpgroup_mma_wait": machine.wait_for_products,
+        **dict.fromkeys(("fence_async_shared", "gdc_launch_dependents"), INERT),
+        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX")},
+    }
+    for name, value in vars(hopper).items():
+        if hasattr(value, "fn"):
+            environment[name] = FunctionType(value.fn.__code__, environment, name)
+    if change is not None:
+        name, text, other = change
+        source = textwrap.dedent(inspect.getsource(getattr(hopper, name).fn)).partition("\n")[2]
+        if source.count(text) != 1:
+            raise LookupError(f"{name} has changed, {text!r} stands there {source.count(text)} times")
+        code = compile(source.replace(text, other), name, "exec", flags=annotations.compiler_flag)
+        exec(code, environment)
+    environment["_stacked"] = stacked
+    environment["_attend"](
+        Description(2),
+        Description(4),
+        *(INERT,) * 5,
+        Pointer(work),
+        Pointer(tiles),
+        Pointer(pages),
+        *(INERT,) * 4,
+        GROUP=4,
+        BLOCK_M=sizes.block_m,
+        TILE=sizes.tile,
+        PAGE=sizes.page,
+        D=sizes.head_size,
+        R=sizes.head_size,
+        NEOX=True,
+        STAGES=sizes.stages,
+        RAW=sizes.raw,
+        REGISTERS=240,
+    )
+    # What a consumer reads: the keys of a tile, and the values of the one before; if RAW, first the line of its turn.
+    expected: list[list[tuple[int, ...]]] = []
+    for i in range(sizes.begin, end + 1):
+        for kind, number in ((0, i), (1, i - 1)):
+            if not sizes.begin <= number < end:
+                continue
+            if sizes.raw and kind == 0 and (i == sizes.begin or lines[i] != lines[i - 1]):
+                expected += [[(lines[i], 0)]] * 2  # cosines, sines
+            first = kind * sizes.head_size
+            expected.append(
+                [(pages[number * per_tile + p], 0, first + c * 64) for c in range(columns) for p in range(per_tile)]
+            )
+    *consumers, _ = machine.actors
+    for consumer in consumers:
+        assert consumer.seen == expected, "a product has read another tile"

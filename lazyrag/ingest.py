@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from itertools import compress, islice
 from math import isfinite
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.care import kv_bytes, remove_doomed_kv
+from lazyrag.care import remove_doomed_kv
 from lazyrag.errors import (
     EngineDeadError,
     InputError,
@@ -44,7 +45,10 @@ from lazyrag.retrievers.embed import Embedder
 from lazyrag.retrievers.store import NO_QUOTA, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.splitter import Splitter
-from lazyrag.types import ChunkId, Document, EncodedChunk, Quota, Reuse
+from lazyrag.types import COMPUTED, ChunkId, Document, EncodedChunk, Quota, Reuse
+
+if TYPE_CHECKING:
+    from lazyrag.quota import KVQuota
 
 PARSE, SPLIT, EMBED, STORE, DELETE, INDEX, WARM = STAGES = (
     "parse",
@@ -495,7 +499,8 @@ class _Run:
         self._embedding = _Embedding(plan.embedder) if plan.embedder is not None else None
         self._warming: _Warming | None = None
         self._fingerprint: str | None = None
-        self._given = self._done = self._kept = self._beyond = 0
+        self._quota: KVQuota | None = None
+        self._given = self._done = self._beyond = self._unused = 0
         self._offered: set[ChunkId] = set()  # chunks that the store does not know to be warm
         self._computing: dict[ChunkId, tuple[int, ...]] = {}
         self._unmarked: dict[ChunkId, tuple[int, ...]] = {}
@@ -509,7 +514,9 @@ class _Run:
         if warm is not None:
             self._fingerprint = fingerprint
             if plan.quota.kv_bytes is not None and fingerprint:
-                self._kept = kv_bytes(store, plan.namespace)
+                from lazyrag.quota import KVQuota
+
+                self._quota = KVQuota(store, plan.namespace, plan.quota.kv_bytes)
             self._warming = _Warming(warm, self._note)
         try:
             yield from self._documents()
@@ -524,9 +531,14 @@ class _Run:
         finally:
             if self._embedding is not None:
                 self._embedding.close()
-            if self._warming is not None:
-                self._warming.close()
-                self._mark()
+            try:
+                if self._warming is not None:
+                    self._warming.close()
+                    self._unused += sum(map(len, self._computing.values()))
+                    self._mark()
+            finally:
+                if self._quota is not None:
+                    self._quota.close()
             remove_doomed_kv(store)
         summary = self._summary(sync)
         counts = asdict(replace(summary, failed=())) | {"failed": [failure.source for failure in summary.failed]}
@@ -645,22 +657,24 @@ class _Run:
     def _offer(self, chunks: Iterable[tuple[ChunkId, tuple[int, ...]]]) -> Iterator[Progress]:
         """Give chunks to the engine, within the quota; what it has done meanwhile is told."""
         assert self._warming is not None
-        most = self._plan.quota.kv_bytes
-        for id, tokens in chunks:
-            if not tokens or id in self._offered:
-                continue
-            needed = len(tokens) * self._bytes_per_token
-            self._offered.add(id)
-            if most is not None and self._fingerprint and self._kept + needed > most:
-                self._beyond += 1
-                continue
-            self._kept += needed
-            self._given += 1
-            self._computing[id] = tokens
-            for result in self._warming.offer((id, tokens)):
-                yield from self._take(*result)
+        new = ((id, tokens) for id, tokens in chunks if tokens and id not in self._offered)
+        while page := dict(islice(new, _MARK)):
+            self._offered |= page.keys()
+            for id, tokens in self._within_quota(page):
+                self._given += 1
+                self._computing[id] = tokens
+                for result in self._warming.offer((id, tokens)):
+                    yield from self._take(*result)
         for result in self._warming.results():
             yield from self._take(*result)
+
+    def _within_quota(self, page: Mapping[ChunkId, tuple[int, ...]]) -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
+        if self._quota is None:
+            yield from page.items()
+            return
+        fits = self._quota.reserve([len(tokens) * self._bytes_per_token for tokens in page.values()])
+        self._beyond += fits.count(False)
+        yield from compress(page.items(), fits)
 
     def _take(self, id: ChunkId, result: Reuse | Exception) -> Iterator[Progress]:
         """Note what became of a chunk."""
@@ -679,8 +693,11 @@ class _Run:
         # Without sources the engine took it for ordinary text, and keeps nothing.
         if self._fingerprint and isinstance(result, Reuse) and result.sources:
             self._unmarked[id] = tokens
+            self._unused += 0 if COMPUTED in result.sources else len(tokens)
             if len(self._unmarked) == _MARK:
                 self._mark()
+        else:
+            self._unused += len(tokens)
 
     def _mark(self) -> None:
         """Note as warm what the engine keeps; from then on the store says that it need not be offered."""
@@ -690,6 +707,9 @@ class _Run:
             self._store.doom(chunks, namespace)  # another process may have deleted one while it was computed
             self._offered -= chunks.keys()
             self._unmarked = {}
+        if self._quota is not None and self._unused:
+            self._quota.give_back(self._unused * self._bytes_per_token)
+            self._unused = 0
 
     def _rest(self, documents: Sequence[str] | None) -> Iterator[Progress]:
         """What was in the store already (None), or in these documents, and is not warm; then wait for all."""

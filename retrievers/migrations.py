@@ -88,6 +88,12 @@ MIGRATIONS: Sequence[Migration] = (
             PRIMARY KEY (chunk, model)
         ) WITHOUT ROWID""",
     ),
+    (
+        """CREATE TABLE kv_reserved (    -- see lazyrag/quota.py
+            namespace TEXT PRIMARY KEY,
+            num_bytes INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+    ),
 )
 
 

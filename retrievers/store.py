@@ -20,7 +20,7 @@ import sqlite3
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -642,6 +642,26 @@ class Store:
                 0,
             ):
                 yield fingerprint, id, _tokens(blob)
+
+    # ------------------------------------------------------------ room for KV
+
+    def begin_kv(self, namespace: str, count: Callable[[], int | None]) -> None:
+        """Note how many bytes of KV a namespace keeps, unless `count`, called in the transaction, gives None."""
+        with self._writing() as db:
+            if (num_bytes := count()) is not None:
+                db.execute("INSERT OR REPLACE INTO kv_reserved VALUES (?, ?)", (namespace, num_bytes))
+
+    def reserve_kv(self, sizes: Sequence[int], most_bytes: int, namespace: str = "") -> list[bool]:
+        """Add sizes to what `begin_kv` noted, in order, each unless the sum would exceed a limit; whether it was."""
+        fits = []
+        with self._writing() as db:
+            row = db.execute("SELECT num_bytes FROM kv_reserved WHERE namespace = ?", (namespace,)).fetchone()
+            (num_bytes,) = row or (0,)
+            for size in sizes:
+                fits.append(size <= 0 or num_bytes + size <= most_bytes)
+                num_bytes += size if fits[-1] else 0
+            db.execute("INSERT OR REPLACE INTO kv_reserved VALUES (?, ?)", (namespace, num_bytes))
+        return fits
 
     # ------------------------------------------------------------ what went
 

@@ -69,6 +69,7 @@ RANKS = (
         "lazyrag.explain",
         "lazyrag.ingest",
         "lazyrag.library",
+        "lazyrag.quota",
         "lazyrag.records",
         "lazyrag.recurring",
         "lazyrag.transfer",

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from lazyrag.errors import CapacityError, ConfigError, EngineDeadError, InputError, QuotaError, StoreError
 from lazyrag.ingest import DELETE, EMBED, INDEX, PARSE, SPLIT, STAGES, STORE, WARM, Progress, Summary, plan, run
+from lazyrag.quota import KVQuota
 from lazyrag.retrievers.embed import HashEmbedder
 from lazyrag.retrievers.search import Searcher
 from lazyrag.retrievers.store import FILE_NAME, Store
@@ -733,3 +735,39 @@ def test_no_more_kv_is_kept_than_the_namespace_may(store, docs):
     (failure,) = summary.failed
     assert isinstance(failure.error, QuotaError)
     assert "KV of 1 chunks is not kept: the namespace may keep 65 bytes" in str(failure.error)
+
+
+def test_ingests_at_the_same_time_keep_no_more_kv_than_the_namespace_may_together(store, docs):
+    """Of both, half of the chunks fit; the engines begin when both have counted what is on disk."""
+    both, quota = threading.Barrier(2), Quota(kv_bytes=20 * 30)
+    engines = [Engine(), Engine()]
+
+    def ingest_half(n, engine):
+        def warm(chunks):
+            both.wait(60)
+            yield from engine.warm(chunks)
+
+        documents = [Document(f"{n} {i}", f"{n} {i} ".ljust(30, "x"), "s") for i in range(10, 30)]
+        with Store.open(store.directory) as own:
+            made = make_plan(own, documents=documents, quota=quota)
+            return [*run(made, warm=warm, rest=False, fingerprint="f", bytes_per_token=1)][-1]
+
+    with ThreadPoolExecutor() as pool:
+        summaries = list(pool.map(ingest_half, range(2), engines))
+    assert sum(summary.warmed for summary in summaries) == 20
+    assert store.num_unwarmed("f") == 20
+    assert any(summary.failed for summary in summaries)
+
+
+@pytest.mark.parametrize("sources", [(HBM,), (DISK,), ()], ids=str)
+def test_kv_that_is_not_computed_takes_nothing_of_the_quota(store, docs, sources):
+    def warm(chunks):
+        for id, ids in chunks:
+            yield id, Reuse(len(ids), 0, sources)
+
+    documents = [Document(str(i), f"{i} ".ljust(30, "x"), "s") for i in range(100)]
+    made = make_plan(store, documents=documents, quota=Quota(kv_bytes=64 * 30))
+    with KVQuota(store, "", 64 * 30) as other:
+        *_, summary = run(made, warm=warm, fingerprint="f", bytes_per_token=1)
+        assert summary.warmed >= 64
+        assert other.reserve([64 * 30]) == [True], "all of it was given back"

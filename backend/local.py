@@ -186,7 +186,8 @@ class LocalEngine:
                 DiskTier(extra["root"], fingerprint, extra["budget_bytes"])  # a folder that cannot be is an error here
         self._llm = AsyncLLM.from_vllm_config(config)
         layers = model.get_num_layers(config.parallel_config)
-        heads, size = model.get_total_num_kv_heads(), model.get_head_size()
+        # Where there are fewer heads than ranks, several keep the same one.
+        heads = model.get_num_kv_heads(config.parallel_config) * config.parallel_config.tensor_parallel_size
         kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
         return EngineInfo(
             model=model.model,
@@ -194,7 +195,7 @@ class LocalEngine:
             mode=str(self._mode),
             max_model_len=model.max_model_len,
             block_size=config.cache_config.block_size,
-            kv_bytes_per_token=2 * layers * heads * size * kv_dtype.itemsize,
+            kv_bytes_per_token=2 * layers * heads * model.get_head_size() * kv_dtype.itemsize,
             fingerprint=fingerprint,
         )
 

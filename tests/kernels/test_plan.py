@@ -62,7 +62,7 @@ def tiles_of(plan: Plan) -> dict[int, tuple[int, int, int, int]]:
 
 
 @given(steps())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_key_that_a_query_sees_is_walked_once(step: tuple[list[Row], Tiling, int]) -> None:
     rows, tiling, slots = step
     plan = make_plan(rows, tiling, slots)

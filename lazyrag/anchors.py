@@ -30,7 +30,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +72,10 @@ U16: TypeAlias = npt.NDArray[np.uint16]
 U8: TypeAlias = npt.NDArray[np.uint8]
 I64: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-Entries: TypeAlias = npt.NDArray[Any]
+T = TypeVar("T", bound=np.generic)
 
-ENTRY = np.dtype([("whole", "<u4"), ("offset", "<u4"), ("length", "<u4")])
-"""One chunk: hash of its whole text, the anchor's place in it, its length in characters."""
+WHOLE, OFFSET, LENGTH = range(3)
+"""Columns of an entry, which is a chunk: hash of its whole text, the anchor's place in it, its length in characters."""
 
 
 class Candidates(NamedTuple):
@@ -178,11 +178,11 @@ class AnchorIndex:
         order = np.lexsort((at, rarity, owner))
         chosen = order[np.searchsorted(owner[order], np.arange(len(texts)))]
 
-        entries = np.zeros(len(texts), ENTRY)
-        entries["whole"] = self._hashes.spans(sums, starts, ends)
-        entries["offset"] = at[chosen] - starts
-        entries["length"] = lengths
-        return _Run.of(_halves(texts), hashes[chosen], entries)
+        entries = np.empty((len(texts), 3), np.uint32)
+        entries[:, WHOLE] = self._hashes.spans(sums, starts, ends)
+        entries[:, OFFSET] = at[chosen] - starts
+        entries[:, LENGTH] = lengths
+        return _Run.of(_halves(texts), entries, hashes[chosen], np.arange(len(texts)))
 
     def _count(self, buckets: I64) -> npt.NDArray[np.int32]:
         """Count windows; for each, how common windows of its bucket are.
@@ -230,11 +230,11 @@ class AnchorIndex:
         passed = np.flatnonzero(filter.may_hold(hashes))
         passed = passed[np.argsort(hashes[passed])]  # neighbours in memory are searched one after the other
         hits = _hits(runs, hashes[passed], at[passed], len(text))
-        start = hits.place - hits.entries["offset"]
-        end = start + hits.entries["length"]
+        start = hits.place - hits.entries[:, OFFSET]
+        end = start + hits.entries[:, LENGTH]
         whole = (start >= 0) & (end <= len(text))
         inside = np.flatnonzero(whole)
-        whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == hits.entries["whole"][inside]
+        whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == hits.entries[inside, WHOLE]
         proposed = np.flatnonzero((start >= 0) & (whole | ~hits.crowded))
         start, end, whole, halves = start[proposed], end[proposed], whole[proposed], hits.halves[:, proposed]
         unproposed = hits.left_out
@@ -320,25 +320,33 @@ class _Run:
         name: of the file that holds `data`; empty if none does.
     """
 
-    BYTES = 16 + ENTRY.itemsize + 4 + 4
+    BYTES = 16 + 12 + 4 + 4
 
     def __init__(self, data: U8, alive: Bools, name: str = "") -> None:
         n = len(alive)
         self.data, self.alive, self.name = data, alive, name
-        halves, entries, anchors, rows = np.split(data, np.cumsum([16 * n, ENTRY.itemsize * n, 4 * n]))
+        halves, entries, anchors, rows = np.split(data, np.cumsum([16 * n, 12 * n, 4 * n]))
         self.halves: U64 = halves.view("<u8").reshape(2, n)
-        self.entries: Entries = entries.view(ENTRY)
+        self.entries: U32 = entries.view("<u4").reshape(n, 3)
         self.anchors: U32 = anchors.view("<u4")
         self.rows: U32 = rows.view("<u4")
 
     @classmethod
-    def of(cls, halves: U64, anchors: U32, entries: Entries) -> _Run:
-        """Of columns in any order."""
-        by_id = np.argsort(halves[0])
-        anchors = anchors[by_id]
-        rows = np.argsort(anchors)
-        columns = (halves[:, by_id].ravel(), entries[by_id], anchors[rows], rows.astype("<u4"))
-        return cls(np.concatenate([column.view(np.uint8) for column in columns]), np.ones(len(rows), bool))
+    def of(cls, halves: U64, entries: U32, anchors: U32, owners: I64) -> _Run:
+        """Of chunks in any order, and their anchors in any order.
+
+        Args:
+            halves: of each chunk.
+            entries: of each chunk.
+            anchors: one of each chunk.
+            owners: whose each of `anchors` is, as an index into `entries`.
+        """
+        # Stable sorts merge what consists of sorted pieces, in a twentieth of the time.
+        by_id, by_anchor = np.argsort(halves[0], kind="stable"), np.argsort(anchors, kind="stable")
+        rows = np.empty(len(by_id), "<u4")
+        rows[by_id] = np.arange(len(by_id))
+        columns = (halves[:, by_id], entries[by_id], anchors[by_anchor], rows[owners[by_anchor]])
+        return cls(np.concatenate([column.ravel().view(np.uint8) for column in columns]), np.ones(len(rows), bool))
 
     @property
     def num_bytes(self) -> int:
@@ -350,12 +358,15 @@ class _Run:
 
     def living(self, more: Sequence[_Run] = ()) -> _Run:
         """What lives of it and of others."""
-        columns = []
+        columns, before = [], 0
         for run in (self, *more):
-            anchors = np.empty_like(run.anchors)
-            anchors[run.rows] = run.anchors
-            columns.append((run.halves[:, run.alive], anchors[run.alive], run.entries[run.alive]))
-        return _Run.of(*(np.concatenate(column, axis=-1) for column in zip(*columns, strict=True)))
+            lives = run.alive[run.rows]
+            number = np.cumsum(run.alive) - 1 + before
+            owners = number[run.rows[lives]]
+            columns.append((run.halves[:, run.alive].T, run.entries[run.alive], run.anchors[lives], owners))
+            before += len(owners)
+        halves, entries, anchors, owners = map(_joined, zip(*columns, strict=True))
+        return _Run.of(halves.T, entries, anchors, owners)
 
     def mapped(self, folder: Path) -> _Run:
         """The same, read from the file that it was saved in."""
@@ -401,7 +412,7 @@ class _Hits(NamedTuple):
 
     place: I64
     halves: U64
-    entries: Entries
+    entries: U32
     crowded: Bools
     cost: I64
     left_out: list[tuple[I64, I64]]
@@ -418,7 +429,7 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> 
     """
     groups = [(run, *run.find_anchors(hashes)) for run in runs]
     groups = [group for group in groups if len(group[1])] or groups[:1]
-    found, first, number = (np.concatenate(column) for column in list(zip(*groups, strict=True))[1:])
+    found, first, number = map(_joined, list(zip(*groups, strict=True))[1:])
     ends = np.cumsum([len(found) for _, found, _, _ in groups])
     costs, left_out = np.zeros(len(found), np.int64), []
     if int(number.sum()) > min(FEW, MAX_PROPOSALS):
@@ -426,7 +437,7 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> 
         cheapest = np.argsort(costs, kind="stable")
         fits = np.zeros(len(found), bool)
         fits[cheapest] = np.cumsum(number[cheapest]) <= MAX_PROPOSALS
-        longest = max(int(run.entries["length"].max()) for run in runs)
+        longest = max(int(run.entries[:, LENGTH].max()) for run in runs)
         place = positions[found[~fits]]
         left_out = [(np.maximum(place - longest, 0), np.minimum(place + longest, num_chars))]
         number = np.where(fits, number, 0)
@@ -436,12 +447,16 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> 
     columns, begin = [], 0
     for (run, *_), end in zip(groups, np.searchsorted(pair, ends).tolist(), strict=True):
         row = run.rows[place[begin:end]]
-        columns.append((run.alive[row], run.halves[:, row], run.entries[row]))
+        columns.append((run.alive[row], run.halves.T[row], run.entries[row]))
         begin = end
-    living, halves, entries = (np.concatenate(column, axis=-1) for column in zip(*columns, strict=True))
+    living, halves, entries = map(_joined, zip(*columns, strict=True))
     if not living.all():
-        pair, halves, entries = pair[living], halves[:, living], entries[living]
-    return _Hits(positions[found[pair]], halves, entries, number[pair] > MAX_SHARED, costs[pair], left_out)
+        pair, halves, entries = pair[living], halves[living], entries[living]
+    return _Hits(positions[found[pair]], halves.T, entries, number[pair] > MAX_SHARED, costs[pair], left_out)
+
+
+def _joined(parts: Sequence[npt.NDArray[T]]) -> npt.NDArray[T]:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _costs(pairs: I64, anchors: U32, positions: I64) -> I64:

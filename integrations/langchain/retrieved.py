@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -24,43 +25,66 @@ from lazyrag.client import LazyRAG
 from lazyrag.integrations.common import Connection
 from lazyrag.types import ChunkId, chunk_id
 
-MAX_KNOWN = 4096
-"""How many retrieved texts are known at one time; the ones that were not retrieved for longest are forgotten."""
+MAX_BYTES = 64 << 20
+"""How much retrieved text a client knows at one time; what was not retrieved for longest is forgotten."""
+BESIDE = 1024
+"""Bytes that a known text takes beside itself, about: its id, its name, its place in the index."""
+
+
+@dataclass(slots=True)
+class _Latest:
+    """What was retrieved for a client, the latest last, and the bytes of each. It names no client, whom it outlives."""
+
+    sizes: OrderedDict[ChunkId, int] = field(default_factory=OrderedDict)
+    total: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_latest: WeakKeyDictionary[LazyRAG, _Latest] = WeakKeyDictionary()
+_latest_lock = threading.Lock()
 
 
 class RetrievedTexts(BaseCallbackHandler):
     """A callback handler that registers the text of every document that a retriever finds. Thread-safe.
 
     Args:
-        client: whose prompts will hold them.
-        max_known: see `MAX_KNOWN`.
+        client: whose prompts will hold them. All handlers of a client share what they remember.
+        max_bytes: see `MAX_BYTES`. What one retriever finds at once is known in any case.
     """
 
     run_inline = True  # in an async chain, too, the texts are known before the next step
 
-    def __init__(self, client: LazyRAG, max_known: int = MAX_KNOWN) -> None:
+    def __init__(self, client: LazyRAG, max_bytes: int = MAX_BYTES) -> None:
         self._client = client
-        self._max_known = max_known
-        self._slots: OrderedDict[ChunkId, str] = OrderedDict()
-        self._name = secrets.token_hex(4)
-        self._lock = threading.Lock()
+        self._max_bytes = max_bytes
+        with _latest_lock:
+            self._latest = _latest.setdefault(client, _Latest())
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
-        """Register the documents' texts."""
+        """Register the documents' texts, and forget the oldest ones that there is no room for."""
         texts = {chunk_id(document.page_content): document.page_content for document in documents}
-        with self._lock:
+        latest = self._latest
+        with latest.lock:
             new = {}
             for id, text in texts.items():
-                if id in self._slots:
-                    self._slots.move_to_end(id)
-                    continue
-                slot = f"retrieved {self._name} {len(self._slots)}"
-                if len(self._slots) >= self._max_known:
-                    _, slot = self._slots.popitem(last=False)
-                self._slots[id] = slot
-                new[slot] = text
+                if id not in latest.sizes:
+                    latest.sizes[id] = len(text.encode("utf-8", "surrogatepass")) + BESIDE
+                    latest.total += latest.sizes[id]
+                    new[_name(id)] = text
+                latest.sizes.move_to_end(id)
+            old = []
+            while latest.total > self._max_bytes and len(latest.sizes) > len(texts):
+                id, size = latest.sizes.popitem(last=False)
+                latest.total -= size
+                old.append(_name(id))
             if new:
                 self._client.register(new)
+            if old:
+                self._client.unregister(old)
+
+
+def _name(id: ChunkId) -> str:
+    return f"retrieved {id}"
 
 
 class WrappedRetriever(Connection, BaseRetriever):

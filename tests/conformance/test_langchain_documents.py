@@ -30,6 +30,7 @@ from lazyrag.integrations.langchain import (
     know_retrieved,
     wrap_retriever,
 )
+from lazyrag.integrations.langchain.retrieved import BESIDE
 from lazyrag.types import chunk_id
 
 Connect = Callable[..., Any]
@@ -210,8 +211,22 @@ async def test_within_know_retrieved_any_chains_documents_are_known(connect: Con
 
 def test_what_was_not_retrieved_for_longest_is_forgotten(connect: Connect, passages: list[str]) -> None:
     client, _ = connect()
-    texts = RetrievedTexts(client, max_known=3)
+    passages = [text[:200] for text in passages]
+    texts = RetrievedTexts(client, max_bytes=3 * (200 + BESIDE))
     for shown in ([0, 1, 2], [0], [3], [1, 3]):
         texts.on_retriever_end([Document(page_content=passages[n]) for n in shown])
     known = {chunk_id(text) for text in client.library.registered}
     assert known == {chunk_id(passages[n]) for n in (0, 1, 3)}
+
+
+def test_handlers_of_one_client_share_their_room_and_what_is_found_at_once_is_known(
+    connect: Connect, passages: list[str]
+) -> None:
+    client, _ = connect()
+    client.register(passages[:1])
+    for number in range(4):
+        texts = RetrievedTexts(client, max_bytes=2 * BESIDE)
+        texts.on_retriever_end([Document(page_content=passages[n]) for n in (0, number, number + 1)])
+    assert set(client.library.registered) == {passages[n] for n in (0, 3, 4)}
+    RetrievedTexts(client, max_bytes=2 * BESIDE).on_retriever_end([Document(page_content=passages[5])])
+    assert client.library.registered == [passages[0], passages[5]], "what was registered by hand stays"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain.agents.middleware import ClearToolUsesEdit
 from langchain_core import exceptions
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
@@ -38,6 +39,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import tool
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 from pydantic import BaseModel, ValidationError
 
 from lazyrag import errors
@@ -426,6 +428,7 @@ It carried forty people, two carts & one cow, and was never late in nine years o
 OTHER = "Letters from the north took seven weeks, and more in winter; the market waited for every one of them. " * 2
 STUFF = PromptTemplate.from_template("{context}\n\nQuestion: what was built?")
 MUSTACHE = PromptTemplate.from_template("{{context}}\n\nQuestion: what was built?", template_format="mustache")
+JINJA2 = PromptTemplate.from_template("{{ context }}\n\nQuestion: what was built?", template_format="jinja2")
 WHOLE, HEAD, NONE = "whole", "head", "none"
 
 
@@ -443,10 +446,21 @@ def after_a_tool_call(result: Any) -> list[BaseMessage]:
     ]
 
 
+def cleared(messages: list[BaseMessage]) -> list[BaseMessage]:
+    """A conversation whose tool results LangChain has cleared to make room."""
+    ClearToolUsesEdit(trigger=1, keep=0).apply(messages, count_tokens=lambda messages: 1000 * len(messages))
+    return messages
+
+
 WAYS: dict[str, tuple[Any, list[str], str]] = {
     "joined": (STUFF.format(context=format_docs(map(as_document, (TEXT, OTHER)))), [WHOLE, WHOLE], ""),
     "document prompt": (
         format_document(as_document(TEXT), PromptTemplate.from_template("[{page}] {source}\n{page_content}\n?")),
+        [WHOLE],
+        "",
+    ),
+    "metadata's repr": (
+        STUFF.format(context=f"Source: {as_document(TEXT).metadata}\nContent: {TEXT}"),
         [WHOLE],
         "",
     ),
@@ -460,11 +474,29 @@ WAYS: dict[str, tuple[Any, list[str], str]] = {
     "tool message in blocks": (after_a_tool_call([{"type": "text", "text": TEXT}]), [WHOLE], ""),
     "truncated": (STUFF.format(context=TEXT[:200]), [HEAD], "Chunks are cut off"),
     "tail only": (STUFF.format(context=TEXT[100:]), [], ""),
+    "a splitter's piece with its whitespace": (
+        STUFF.format(context=RecursiveCharacterTextSplitter(
+            separators=["#"], chunk_size=len(TEXT) + 9, chunk_overlap=0, strip_whitespace=False
+        ).split_text(f"\n\n {TEXT} \n#\n {OTHER}\n")[0]),
+        [WHOLE],
+        "",
+    ),
+    "jinja2": (JINJA2.format(context=TEXT), [WHOLE], ""),
+    "mustache, unescaped": (
+        PromptTemplate.from_template("{{{context}}}\n?", template_format="mustache").format(context=TEXT),
+        [WHOLE],
+        "",
+    ),
+    "cleared tool message": (cleared(after_a_tool_call(TEXT)), [], ""),
+    "a document's str": (STUFF.format(context=str(as_document(TEXT))), [WHOLE], ""),
     "list in the template": (STUFF.format(context=[as_document(TEXT)]), [NONE], "format_docs"),
     "tool returns JSON": (after_a_tool_call(json.dumps({"text": TEXT})), [], "return a string"),
     "mustache": (MUSTACHE.format(context=TEXT), [NONE], "{{{name}}}"),
     "indented": (STUFF.format(context=textwrap.indent(TEXT, "  > ")), [NONE], "Line breaks or spaces were changed"),
     "other line ends": (STUFF.format(context=TEXT.replace("\n", "\r\n")), [NONE], "Line breaks or spaces were changed"),
+    "spaces collapsed": (
+        STUFF.format(context=" ".join(TEXT.split())), [NONE], "Line breaks or spaces were changed"
+    ),
     "summarised": (STUFF.format(context="A ferry of oak carried forty people."), [], ""),
 }  # fmt: skip
 

@@ -92,20 +92,22 @@ def test_examples_are_short(root: Path) -> None:
     assert {path.name for path in paths if len(path.read_text(encoding="utf-8").splitlines()) >= 60} == set()
 
 
-# ---------------------------------------------------------------- complaints
+# ---------------------------------------------------------------- tables of promises
 
 
-def test_every_complaint_is_answered_by_tests_that_exist(root: Path) -> None:
-    rows = re.findall(r"(?m)^\| (\d+) \|.*\| ([^|]*) \|$", (root / "docs/complaints.md").read_text(encoding="utf-8"))
-    assert [int(number) for number, _ in rows] == list(range(1, 21))
+@pytest.mark.parametrize(("table", "num_rows"), [("docs/complaints.md", 20), ("docs/paths.md", 25)])
+def test_every_row_is_held_by_tests_that_exist(root: Path, table: str, num_rows: int) -> None:
+    rows = re.findall(r"(?m)^\| (\d+) \|.*\| ([^|]*) \|$", (root / table).read_text(encoding="utf-8"))
+    assert [int(number) for number, _ in rows] == list(range(1, num_rows + 1))
     missing = []
     for number, cell in rows:
-        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", cell)
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+)(?:\[([^\]]+)\])?)?`", cell)
         missing += [] if named else [number]
-        for path, test in named:
-            file = root / path
-            if not file.is_file() or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
-                missing.append(f"{path}::{test}")
+        for path, test, parameter in named:
+            text = (root / path).read_text(encoding="utf-8") if (root / path).is_file() else ""
+            wanted = [f"def {test}("] if test else []
+            wanted += [f'    "{parameter}": ('] if parameter else []
+            missing += [f"{path}: {part}" for part in wanted if part not in text] if text else [path]
     assert missing == []
 
 

@@ -29,6 +29,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -44,6 +45,8 @@ MIN_CHARS = WINDOW + REACH - 1
 
 FORMAT_VERSION = 2
 BATCH_CHARS = 1 << 20
+PART = 1 << 16
+"""Ids that are compared at once."""
 COUNT_BITS = 22
 """Windows are counted in this many buckets (as a power of two): enough to tell boilerplate from text."""
 MAX_MEAN = 32
@@ -121,9 +124,23 @@ class AnchorIndex:
         runs = sum(run.num_bytes for run in self._runs)
         return runs + self._counts.nbytes + self._filter.num_bytes
 
-    def chunk_ids(self) -> set[ChunkId]:
-        """The chunks that are indexed."""
-        return {id for run in self._runs for id in _ids(run.halves[:, run.alive])}
+    def compare(self, chunk_ids: Iterable[ChunkId]) -> tuple[list[ChunkId], list[ChunkId]]:
+        """Which of these chunks are not indexed, and which others are. The ids are read once, a part at a time."""
+        runs, lacking = self._runs, []
+        heads = [np.zeros(0, np.uint64)]
+        ids = iter(chunk_ids)
+        while part := list(islice(ids, PART)):
+            some = _halves(part)[0]
+            indexed = np.any([run.find(some) >= 0 for run in runs], axis=0) if runs else np.zeros(len(part), bool)
+            lacking += [part[i] for i in np.flatnonzero(~indexed)]
+            heads.append(some)
+        given = np.sort(np.concatenate(heads))
+        others = []
+        for run in runs:
+            at = np.searchsorted(given, run.halves[0])
+            among = given.take(at, mode="clip") == run.halves[0] if len(given) else np.zeros(len(at), bool)
+            others += _ids(run.halves[:, run.alive & ~among])
+        return lacking, others
 
     # ---------------------------------------------------------------- changing
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -47,14 +47,14 @@ class Library:
         self._registered: dict[ChunkId, str] = {}
         self._unindexed: dict[ChunkId, str] = {}
         self._index = _load(store, namespace) if store is not None else AnchorIndex(secret=secrets.token_bytes(32))
-        self._indexed = self._index.chunk_ids()
+        self._unindexable: set[ChunkId] = set()
         self._unsaved = 0
         self._generation = -1
         self._lock = threading.RLock()
         self.segmenter = Segmenter(self._index, self.texts)
 
     def __len__(self) -> int:
-        return len(self._indexed)
+        return len(self._index) + len(self._unindexable)
 
     @property
     def registered(self) -> list[str]:
@@ -66,7 +66,7 @@ class Library:
         given = [(chunk_id(text), canonical(text)) for text in texts]
         with self._lock:
             self._registered |= dict(given)
-            self._add((id, text) for id, text in given if id not in self._indexed)
+            self._add(given)
         return [id for id, _ in given]
 
     def forget(self, ids: Iterable[ChunkId]) -> dict[ChunkId, tuple[int, ...]]:
@@ -75,10 +75,7 @@ class Library:
             texts = {id: self._registered.pop(id) for id in ids if id in self._registered}
             stored = self._store.get_texts(texts, self._namespace) if self._store else {}
             gone = {id: text for id, text in texts.items() if id not in stored}
-            self._index.remove(gone)
-            self._indexed -= gone.keys()
-            for id in gone:
-                self._unindexed.pop(id, None)
+            self._remove(gone)
         return {id: tuple(self._tokenizer.encode_plain(text)) for id, text in gone.items()}
 
     def refresh(self) -> None:
@@ -90,39 +87,44 @@ class Library:
             generation = self._store.generation(self._namespace)
             if generation == self._generation:
                 return
-            stored = self._store.chunk_ids(self._namespace)
-            gone = self._indexed - stored - self._registered.keys()
-            self._index.remove(gone)
-            self._indexed -= gone
-            for id in gone:
-                self._unindexed.pop(id, None)
-            self._unsaved += len(gone) + self._add(self._stored_texts(stored - self._indexed, len(stored)))
+            stored, others = self._index.compare(self._store.chunk_ids(self._namespace))
+            new = set(stored)  # those that are not indexed
+            gone = {*others, *(self._unindexable - new)} - self._registered.keys()
+            self._remove(gone)
+            self._unsaved += len(gone) + self._add(self._stored_texts(new - self._unindexable))
             self._generation = generation
             if self._unsaved >= SAVE_AFTER:
                 self._save(self._store)
 
-    def _stored_texts(self, ids: set[ChunkId], num_stored: int) -> Iterator[tuple[ChunkId, str]]:
+    def _remove(self, ids: Collection[ChunkId]) -> None:
+        self._index.remove(ids)
+        self._unindexable.difference_update(ids)
+        for id in ids:
+            self._unindexed.pop(id, None)
+
+    def _stored_texts(self, ids: set[ChunkId]) -> Iterator[tuple[ChunkId, str]]:
         assert self._store is not None
-        if len(ids) <= num_stored // 2:
+        if len(ids) <= len(self._index):
             yield from self._store.get_texts(ids, self._namespace).items()
         else:
             yield from ((id, text) for id, text in self._store.texts(self._namespace) if id in ids)
 
     def _add(self, items: Iterable[tuple[ChunkId, str]]) -> int:
         """Index chunks; how many of them could be."""
-        seen: set[ChunkId] = set()
+        seen = 0
 
         def noted() -> Iterator[tuple[ChunkId, str]]:
+            nonlocal seen
             for id, text in items:
-                seen.add(id)
+                seen += 1
                 text = canonical(text)
                 if len(text) < MIN_CHARS and self._tokenizer.spells_control(text):
                     self._unindexed[id] = text
                 yield id, text
 
         unindexable = self._index.add(noted())
-        self._indexed |= seen
-        return len(seen) - len(unindexable)
+        self._unindexable.update(unindexable)
+        return seen - len(unindexable)
 
     def _save(self, store: Store) -> None:
         folder = _folder(store, self._namespace)

@@ -366,10 +366,10 @@ class Store:
             ).fetchall()
         return [_chunk(row) for row in rows]
 
-    def chunk_ids(self, namespace: str = "") -> set[ChunkId]:
-        """The ids of all chunks; compare with what an index holds to bring it up to date."""
-        with self._reading() as db:
-            return {id for (id,) in db.execute("SELECT id FROM chunks WHERE namespace = ?", (namespace,))}
+    def chunk_ids(self, namespace: str = "") -> Iterator[ChunkId]:
+        """The ids of all chunks, ascending; compare with what an index holds to bring it up to date."""
+        sql = "SELECT id FROM chunks WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?"
+        return (id for (id,) in self._pages(sql, namespace, ""))
 
     def texts(self, namespace: str = "") -> Iterator[tuple[ChunkId, str]]:
         """Id and canonical text of every chunk, oldest first."""

@@ -318,7 +318,7 @@ def test_an_export_or_import_that_fails_anywhere_leaves_all_or_nothing(tmp_path:
                 if folder.exists():
                     with Store.open(folder) as copy:
                         assert list(verify(copy)) == []
-                        assert len(copy.chunk_ids()) == 2
+                        assert len(set(copy.chunk_ids())) == 2
                     # A damaged or unreadable file of KV may be left out of an import.
                     assert folder != target or len(list(chunk_files(folder / "kv"))) == 2
         assert list(verify(store)) == []

@@ -443,7 +443,7 @@ def test_two_ingests_at_once_leave_no_chunk_without_a_vector(docs, tmp_path):
                 assert summary_of(again, docs.folder, sync=True).deleted == 1
             list(events)
             assert store.check() == []
-            assert len(store.chunk_ids()) == 2
+            assert len(set(store.chunk_ids())) == 2
             assert len(Searcher(store, HashEmbedder()).search("text")) == 2
         moment += 1
     assert moment > 6
@@ -661,7 +661,7 @@ KILLED = textwrap.dedent(
 def contents(folder):
     with Store.open(folder) as store:
         assert store.check() == []
-        ids = store.chunk_ids()
+        ids = set(store.chunk_ids())
         index = VectorIndex(store)
         index.refresh()
         return {

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lazyrag import anchors
 from lazyrag import library as library_module
 from lazyrag.anchors import AnchorIndex
 from lazyrag.library import Library
@@ -329,10 +329,16 @@ def test_what_was_registered_by_hand_is_not_known_to_the_next_process(plain: Tok
     assert later.registered == []
 
 
-def test_an_index_names_what_it_holds() -> None:
+@pytest.mark.parametrize("part", [1, 2, 100])
+def test_an_index_names_what_it_lacks_and_what_else_it_holds(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "PART", part)
     index = AnchorIndex()
-    assert index.chunk_ids() == set()
-    items: list[tuple[str, Any]] = [(chunk_id(passage(n)), passage(n)) for n in range(5)]
-    index.add([*items, (chunk_id("short"), "short")])
-    index.remove([items[0][0]])
-    assert index.chunk_ids() == {id for id, _ in items[1:]}
+    ids = [chunk_id(passage(n)) for n in range(6)]
+    assert index.compare([]) == ([], [])
+    assert index.compare(ids[:2]) == (ids[:2], [])
+    index.add([(id, passage(n)) for n, id in enumerate(ids[:4])])
+    index.add([(ids[4], passage(4)), (chunk_id("short"), "short")])
+    index.remove(ids[:1])
+    lacking, others = index.compare(ids[:4] + ids[5:])
+    assert (lacking, others) == ([ids[0], ids[5]], [ids[4]])
+    assert index.compare(iter(ids[1:5])) == ([], [])

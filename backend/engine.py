@@ -40,6 +40,8 @@ class Sampling:
 
     Attributes:
         temperature: 0 is greedy.
+        frequency_penalty, presence_penalty: OpenAI's, -2 to 2: what a token's logit loses for each time that it was
+            generated, and for having been at all. Prompts do not count. Log-probabilities are those before.
         json_schema: the answer is JSON that fits this (vLLM's guided decoding).
         structural_tag: the answer has this form, a structural tag in vLLM's terms; not together with `json_schema`.
         timeout_s: seconds from `submit` to the last token; then the helpers below cancel the request. None: no limit.
@@ -50,6 +52,8 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None

@@ -585,6 +585,8 @@ def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
             stop=list(sampling.stop),
             seed=sampling.seed,
             logprobs=sampling.logprobs,

@@ -140,6 +140,12 @@ class Generation(BaseModel):
         default=None, description="Sample from the likeliest tokens that make up this probability."
     )
     top_k: int | None = Field(default=None, description="Sample from this many of the likeliest tokens; 0: from all.")
+    frequency_penalty: float | None = Field(
+        default=None, description="Takes likelihood from tokens for each time they were generated, -2 to 2."
+    )
+    presence_penalty: float | None = Field(
+        default=None, description="Takes likelihood from tokens that were generated at all, -2 to 2."
+    )
     seed: int | None = Field(default=None, description="Makes sampling repeatable.")
     stop: str | list[str] | None = Field(
         default=None, description="A text, or several, that ends the answer; it is not part of it."

@@ -109,6 +109,7 @@ class LazyRAG:
         self._watch = Watch()
         self._has_looked_at_kv = False
         self._names: dict[str, ChunkId] = {}
+        self._nameless: set[ChunkId] = set()  # registered without a name: never forgotten
         config = self._config
         self._auto = AutoRegister(config.auto_register, config.auto_register_bytes) if config.auto_register else None
         self._lock = threading.RLock()
@@ -262,10 +263,27 @@ class LazyRAG:
             ids = self.library.register(given)
             if self._auto is not None:
                 self._auto.disown(ids)
+            if not isinstance(texts, Mapping):
+                self._nameless.update(ids)
             before = {self._names[name] for name in names if name in self._names}
             self._names.update(zip(names, ids, strict=False))
-            self._forget(before - set(self._names.values()))
+            self._forget_unnamed(before)
         return ids
+
+    def unregister(self, names: Iterable[str]) -> None:
+        """Forget texts that were registered by these names, and their KV on disk if no document holds them.
+
+        Names that are not known are passed over.
+        """
+        names = _texts(names, "names")
+        with self._lock:
+            ids = {self._names.pop(name) for name in names if name in self._names}
+            self._forget_unnamed(ids)
+
+    def _forget_unnamed(self, ids: set[ChunkId]) -> None:
+        """Forget those of the texts that no name stands for any more."""
+        if ids:
+            self._forget(ids - self._nameless - set(self._names.values()))
 
     def _forget(self, ids: Iterable[ChunkId]) -> None:
         """Forget registered texts, and remove the KV on disk of those that no document holds."""
@@ -1136,7 +1154,10 @@ def _checked(sampling: Sampling) -> Sampling:
     wanted: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys(("max_tokens", "top_k"), _is_int64),
         **dict.fromkeys(("seed", "logprobs"), lambda value: value is None or _is_int64(value)),
-        **dict.fromkeys(("temperature", "top_p"), lambda value: _is_number(value) and isfinite(value)),
+        **dict.fromkeys(
+            ("temperature", "top_p", "frequency_penalty", "presence_penalty"),
+            lambda value: _is_number(value) and isfinite(value),
+        ),
         "timeout_s": lambda value: value is None or (_is_number(value) and not isnan(value)),
         **dict.fromkeys(("json_schema", "structural_tag"), lambda value: value is None or isinstance(value, Mapping)),
     }

@@ -112,6 +112,8 @@ def sampling_of(body: Generation, rag: LazyRAG, *, logprobs: int | None) -> Samp
         temperature=rag.config.temperature if body.temperature is None else body.temperature,
         top_p=body.top_p or 1.0,
         top_k=body.top_k or 0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
         stop=tuple(stop),
         seed=body.seed,
         logprobs=logprobs,

@@ -18,6 +18,7 @@ Mode: TypeAlias = Annotated[
         " Left out: as the server's settings say. Not one of OpenAI's.",
     ),
 ]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Stop: TypeAlias = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None
 
 
@@ -43,8 +44,8 @@ class Generation(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     ignore_eos: Annotated[bool, Field(description="Go on to max_tokens. Not one of OpenAI's.")] = False
     mode: Mode = None
@@ -212,6 +213,8 @@ class OwnSampling(Strict):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=1 << 24)] = 0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     stop: list[Annotated[str, Field(min_length=1)]] = []
     seed: Annotated[int, Field(ge=-INT64, le=INT64)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

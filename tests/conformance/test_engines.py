@@ -9,6 +9,7 @@ import queue
 import random
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -248,6 +249,23 @@ def test_a_token_that_is_forced_is_as_likely_as_it_would_have_been(engine: Engin
     (answer,) = run(engine, replace(request, sampling=forced))
     assert answer.token_ids == (token,)
     assert answer.logprobs[0][token] == pytest.approx(logprob, abs=1e-4)
+
+
+def test_penalties_weigh_on_what_was_generated_and_on_no_prompt(engine: Engine) -> None:
+    """OpenAI's definition, applied to the log-probabilities before it, says which token comes."""
+    if isinstance(engine, FakeEngine):
+        pytest.skip("the fake engine says what it is told to say")
+    penalised = replace(SHORT, max_tokens=24, logprobs=20, frequency_penalty=0.8, presence_penalty=0.4)
+    for parts in ([text(50)], [text(9), tuple(text(40)), text(10)]):
+        (answer,) = run(engine, lazy(*parts, sampling=penalised))
+        said: Counter[int] = Counter()
+        number_changed = 0
+        for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+            left = {t: logprob - 0.8 * said[t] - 0.4 * (t in said) for t, logprob in logprobs.items()}
+            assert left[token] == pytest.approx(max(left.values()), abs=1e-4)
+            number_changed += logprobs[token] < max(logprobs.values())
+            said[token] += 1
+        assert number_changed
 
 
 def test_a_seed_makes_sampling_repeatable(engine: Engine) -> None:

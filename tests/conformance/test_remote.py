@@ -163,9 +163,19 @@ def test_an_astream_gives_what_a_stream_gives(remote: RemoteRAG) -> None:
 
 def test_settings_arrive_as_they_were_given(remote: RemoteRAG, engine: Watched) -> None:
     sampling = Sampling(
-        max_tokens=5, temperature=0.25, top_p=0.5, top_k=7, stop=("\u2028", "x"), seed=1, logprobs=2,
-        ignore_eos=True, json_schema={"type": "object"}, timeout_s=50.0,
-    )  # fmt: skip
+        max_tokens=5,
+        temperature=0.25,
+        top_p=0.5,
+        top_k=7,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        stop=("\u2028", "x"),
+        seed=1,
+        logprobs=2,
+        ignore_eos=True,
+        json_schema={"type": "object"},
+        timeout_s=50.0,
+    )
     remote.generate(["Go on."], sampling)
     assert engine.requests[-1].sampling == sampling
     assert engine.requests[-1].namespace == "team"

@@ -269,10 +269,19 @@ def test_log_probabilities_name_every_token(client: openai.OpenAI, model: str) -
 
 def test_settings_reach_the_engine(client: openai.OpenAI, model: str, engine: FakeEngine) -> None:
     client.chat.completions.create(
-        model=model, messages=ask("?"), max_completion_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop="x"
+        model=model,
+        messages=ask("?"),
+        max_completion_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        seed=3,
+        stop="x",
     )
     sampling = engine.requests[-1].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.5, 0.9)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.25, -0.5)
     assert (sampling.seed, sampling.stop) == (3, ("x",))
 
 
@@ -299,7 +308,7 @@ def test_errors_are_of_the_kinds_that_the_client_knows(client: openai.OpenAI, mo
         client.completions.create(model=model, prompt="Hello", extra_body={"typo": 1})
     assert extra.value.param == "typo"
     with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
-        client.completions.create(model=model, prompt="Hello", frequency_penalty=1.0)
+        client.completions.create(model=model, prompt="Hello", frequency_penalty=2.5)
     with pytest.raises(openai.APIStatusError) as too_large:
         client.completions.create(model=model, prompt="x" * (1 << 21))
     assert too_large.value.status_code == 413

@@ -833,6 +833,7 @@ def test_an_argument_of_a_wrong_type_is_an_input_error(connect: Connect, call: C
         {"max_tokens": None},
         {"seed": 1 << 64},
         {"top_k": 1.5},
+        {"frequency_penalty": float("nan")},
         {"temperature": float("nan")},
         {"temperature": "x"},
         {"stop": 5},

@@ -8,6 +8,9 @@ prompt, the chunks and the preamble, never on the mode, so that modes can be com
 concatenate to the prompt: nothing is sent that the application did not write, except the BOS token of models that want
 one. (A sink's tokens are no part of the prompt: what the prompt's own tokens see of them are the chunks behind them.)
 
+In mode `sink`, the first block of a chunk that the prompt begins with is computed in its place: no token of the prompt
+sees the sink, and one that attention can rest on must stand at the front, where nothing else does.
+
 What a mode says is computed in its place of a chunk (`ReuseMode`) is whole blocks. Of the chunk's blocks that
 `recompute` may choose, it takes those with the highest scores; of a chunk without scores the first ones, which are the
 ones that know least of what stands before them.
@@ -306,11 +309,10 @@ class Planner:
                 yield replace(piece, reuse=False, reason=NO_PREAMBLE)
             elif i not in allowed:
                 yield replace(piece, reuse=False, reason=TOO_MANY)
-            elif i == len(pieces) - 1:
-                first, *rest = self._without_end(piece)
-                yield from (self._in_part(first, mode, behind), *rest)
             else:
-                yield self._in_part(piece, mode, behind)
+                this = replace(mode, first_k=max(mode.first_k, self.block_size)) if mode.kind == "sink" and not i else mode
+                first, *rest = self._without_end(piece) if i == len(pieces) - 1 else [piece]
+                yield from (self._in_part(first, this, behind), *rest)
 
     def _in_part(self, piece: Piece, mode: ReuseMode, behind: Sequence[int]) -> Piece:
         """A reusable chunk, with the blocks marked that are computed in its place all the same."""

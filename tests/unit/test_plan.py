@@ -542,7 +542,7 @@ def test_the_default_sink_begins_as_the_models_prompts_do(kind: str, tokenizers:
 def test_first_k_computes_the_head_of_each_chunk_in_place(
     make_planner: Callable[..., Planner], chunks: list[str], mode: str, first_k: int
 ) -> None:
-    prompt = f"{chunks[0]}\n\n{chunks[5]}\nQ"
+    prompt = f"Read:\n{chunks[0]}\n\n{chunks[5]}\nQ"
     whole = make_planner(mode=mode).plan_text(prompt)
     plan = make_planner(mode=f"{mode}+first_k={first_k}").plan_text(prompt)
     check(make_planner(mode=mode), plan, prompt)
@@ -550,6 +550,20 @@ def test_first_k_computes_the_head_of_each_chunk_in_place(
     for ours, theirs in zip(plan.segments, whole.segments, strict=True):
         assert (ours.offset, ours.chunk_tokens) == (first_k, theirs.num_tokens)
         assert (ours.start, ours.num_tokens) == (theirs.start + first_k, theirs.num_tokens - first_k)
+
+
+def test_a_prompt_that_begins_with_a_chunk_has_something_to_rest_attention_on(
+    make_planner: Callable[..., Planner], chunks: list[str]
+) -> None:
+    begins = f"{chunks[0]}\n\n{chunks[5]}\nQ"
+    planner = make_planner(mode="sink")
+    plan = planner.plan_text(begins)
+    check(planner, plan, begins)
+    assert [segment.offset for segment in plan.segments] == [BLOCK, 0], "no token of the prompt sees the sink"
+    assert [segment.offset for segment in planner.plan_text(f"Read:\n{begins}").segments] == [0, 0]
+    assert [segment.offset for segment in planner.plan_text(begins, mode="lazy").segments] == [0, 0]
+    more = planner.plan_text(begins, mode=f"sink+first_k={2 * BLOCK}")
+    assert [segment.offset for segment in more.segments] == [2 * BLOCK, 2 * BLOCK]
 
 
 def test_a_chunk_that_first_k_leaves_little_of_is_not_reused(

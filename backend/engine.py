@@ -184,8 +184,9 @@ class Engine(Protocol):
     def forget(self, chunks: Chunks, *, namespace: str = "") -> None:
         """Drop the KV of chunks from every tier, whatever it was computed behind; in memory, of their heads, too.
 
-        When this returns no later request finds it. What held it in memory is wiped as soon as no request uses it. A
-        request in flight that still lacks one computes it, and keeps it, anew.
+        When this returns no later request finds it, none of its files is there, and none comes: copies that were under
+        way have ended. What held it in memory is wiped as soon as no request uses it. A request in flight that still
+        lacks one computes it anew, for itself alone. Pins of the chunks end.
         Heads on disk may be chunks of their own: that is for the store to know. Raises as `pin`.
         """
         ...

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from lazyrag.backend import wire
 from lazyrag.backend.contents import Contents, name_of, pack
-from lazyrag.backend.hashing import BlockHash, ExtraKeys, block_hashes, chunk_hashes, chunk_key
+from lazyrag.backend.hashing import NAME_DIGITS, BlockHash, ExtraKeys, block_hashes, chunk_hashes, chunk_key
 from lazyrag.backend.layout import Layout, check_spans, lay_out_parts, take_apart
 from lazyrag.backend.plugin.chains import Chain, Chains
 from lazyrag.errors import (
@@ -36,6 +36,7 @@ class Child:
     """A hidden request in flight that makes one segment's chunk resident.
 
     Attributes:
+        name: the chunk's (`hashing.chunk_name`).
         key: hash of the chunk's last block, by which requests in flight share the child.
         block_hashes: of the chunk's blocks.
         first_block: index of the first of them in the child's block table.
@@ -44,6 +45,7 @@ class Child:
     """
 
     request_id: str
+    name: str
     key: BlockHash
     block_hashes: list[BlockHash]
     first_block: int
@@ -79,6 +81,7 @@ class LazyRequest:
             load failed.
         cached_suffix_tokens: suffix tokens that the prefix cache held; set when the request is first scheduled.
         missing: indices of the segments that are not resident; set at the start of each step.
+        forgotten: names of chunks that were forgotten since it came: it may use them, nobody keeps them for it.
     """
 
     request: Request
@@ -91,6 +94,7 @@ class LazyRequest:
     asked: list[Child] = field(default_factory=list)
     cached_suffix_tokens: int | None = None
     missing: list[int] = field(default_factory=list)
+    forgotten: set[str] = field(default_factory=set)
 
     def report(self) -> wire.WireReport:
         """What the client is told (see `wire`)."""
@@ -227,7 +231,14 @@ class RequestMaker:
             self._announce(request, layout)
             lazy = LazyRequest(request, layout, parent.chains[:1], parent.contents[:1], is_child=True, num_preamble=1)
         chain = content.chain
-        return Child(request.request_id, chain.hashes[-1], chain.hashes, len(prefix) // self._block_size), request, lazy
+        child = Child(
+            request.request_id,
+            named["key"][:NAME_DIGITS],
+            chain.hashes[-1],
+            chain.hashes,
+            len(prefix) // self._block_size,
+        )
+        return child, request, lazy
 
     def _padded(self, token_ids: Sequence[int]) -> list[int]:
         return [*token_ids, *[self._pad] * (-len(token_ids) % self._block_size)]

@@ -1,7 +1,7 @@
 """Which blocks of the pool hold a chunk's KV, by the chunk's name, so that it can be forgotten.
 
-Whatever the pool holds of a chunk was computed or loaded by a child, so this takes note of children. The pool knows
-blocks by their hash alone; names are those of files (`hashing.chunk_name`): tokens and namespace.
+Whatever the pool holds of a chunk was computed or loaded by a child, so this takes note of children when they end. The
+pool knows blocks by their hash alone; names are those of files (`hashing.chunk_name`): tokens and namespace.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-from lazyrag.backend.hashing import NAME_DIGITS
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -31,14 +29,14 @@ class Residents:
         self._num_noted = 0
         self._to_wipe: set[int] = set()
 
-    def note(self, key: str, hashes: Iterable[BlockHash]) -> None:
-        """A child brings these blocks of the chunk with this key."""
-        known = self._hashes.setdefault(key[:NAME_DIGITS], {})
+    def note(self, name: str, hashes: Iterable[BlockHash]) -> None:
+        """A child has brought these blocks, or some of them, of the chunk with this name."""
+        if self._num_noted > 4 * self._pool.num_gpu_blocks:
+            self._drop_evicted()
+        known = self._hashes.setdefault(name, {})
         before = len(known)
         known.update(dict.fromkeys(hashes))
         self._num_noted += len(known) - before
-        if self._num_noted > 4 * self._pool.num_gpu_blocks:
-            self._drop_evicted()
 
     def __len__(self) -> int:
         """Chunks that were noted; some may be gone by now."""

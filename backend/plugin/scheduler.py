@@ -33,7 +33,7 @@ from vllm.v1.request import RequestStatus
 
 from lazyrag.backend import control, wire
 from lazyrag.backend.engine import no_prefetch_counters, no_tier_counters
-from lazyrag.backend.hashing import NAME_DIGITS, chunk_name, head_names
+from lazyrag.backend.hashing import chunk_name, head_names
 from lazyrag.backend.plugin import checks, compat
 from lazyrag.backend.plugin.pins import Budget, Pins
 from lazyrag.backend.plugin.requests import Child, LazyRequest, RequestMaker, engine_settings
@@ -42,7 +42,7 @@ from lazyrag.errors import CapacityError, LazyRAGError, RequestError, UnknownCon
 from lazyrag.types import HBM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -84,6 +84,19 @@ class Counters:
     loads_failed: int = 0
     gated: int = 0
     fail_safe: int = 0
+
+
+@dataclass
+class Removal:
+    """What must end before it is said that chunks are forgotten.
+
+    Attributes:
+        children: that have begun one of them, by request id; what they save counts, too.
+        copies: of one of them, by number.
+    """
+
+    children: set[str]
+    copies: set[int]
 
 
 class LazyMixin(compat.Gate):
@@ -135,11 +148,13 @@ class LazyMixin(compat.Gate):
         """What clients ask of the tiers, by request id: to be done at the start of the next step."""
         self._done_operations: set[str] = set()
         """Ids of those that are to be answered."""
+        self._removals: dict[str, Removal] = {}
+        """Of those that have chunks forgotten, once they have begun."""
         self._residents = Residents(self._pool)
         (group,) = kv_cache_config.kv_cache_groups  # see checks
         self._block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
-        self._doomed: dict[str, str] = {}
-        """Children in flight whose chunk is to be forgotten once they end: their ids, and the chunk's name."""
+        self._doomed: set[str] = set()
+        """Children in flight whose chunk is to be forgotten once they end."""
         self._spare: Budget | None = None
         """What this step's waiting requests leave free; None if they lack something. Set by `_admit`."""
         self._copying = Pins(self._pool)
@@ -309,36 +324,61 @@ class LazyMixin(compat.Gate):
         return request_id in self._operations or request_id in self._done_operations
 
     def _operate(self) -> None:
-        """Do what was asked since the last step."""
+        """Do what was asked, or go on with it."""
         for request_id, (asked, lazy) in list(self._operations.items()):
             if request_id in self.requests:  # not aborted
-                if asked.operation != control.PREFETCH:
-                    try:
-                        self._do(asked, self.requests[request_id].cache_salt)
-                    except OSError as error:
-                        what = f"Chunk KV cannot be removed from disk: {error.strerror}."
-                        self._fail(request_id, RequestError(what, why="In memory it is forgotten."))
-                elif lazy is not None and not self._prefetch(lazy):
+                if not self._is_done(request_id, asked, lazy):
                     continue
                 if request_id not in self._failures:
                     self._done_operations.add(request_id)
             del self._operations[request_id]
+            self._removals.pop(request_id, None)
 
-    def _do(self, asked: control.Control, salt: str | None) -> None:
-        names = {chunk_name(tokens, salt=salt) for tokens in asked.chunks}
-        if asked.operation == control.FORGET:
-            heads = {name for tokens in asked.chunks for name in head_names(tokens, salt=salt)}
-            self._residents.forget(heads)
-            for child in self._children.values():
-                name = child_name(self.requests[child.request_id])
-                if name in heads:
-                    self._doomed[child.request_id] = name
-                    if self.connector is not None:
-                        self.connector.doom(child.request_id)
+    def _is_done(self, request_id: str, asked: control.Control, lazy: LazyRequest | None) -> bool:
+        """Do what was asked, or go on with it; whether that was all."""
+        if asked.operation == control.PREFETCH:
+            return lazy is None or self._prefetch(lazy)
+        salt = self.requests[request_id].cache_salt
+        if asked.operation != control.FORGET:
+            names = {chunk_name(tokens, salt=salt) for tokens in asked.chunks}
             if self.connector is not None:
-                self.connector.forget(names, heads, namespace=salt or "")
-        elif self.connector is not None:
-            (self.connector.pin if asked.operation == control.PIN else self.connector.unpin)(names)
+                (self.connector.pin if asked.operation == control.PIN else self.connector.unpin)(names)
+            return True
+        try:
+            if request_id not in self._removals:
+                self._removals[request_id] = self._forget(asked.chunks, salt)
+            return self._has_ended(self._removals[request_id])
+        except OSError as error:
+            what = f"Chunk KV cannot be removed from disk: {error.strerror}."
+            self._fail(request_id, RequestError(what, why="In memory it is forgotten."))
+            return True
+
+    def _forget(self, chunks: Sequence[Sequence[int]], salt: str | None) -> Removal:
+        names = {chunk_name(tokens, salt=salt) for tokens in chunks}
+        heads = {name for tokens in chunks for name in head_names(tokens, salt=salt)}
+        self._residents.forget(heads)
+        for lazy in self._lazy.values():
+            lazy.forgotten |= names
+        begun = set()
+        for child in self._children.values():
+            if child.name not in heads:
+                continue
+            self._doomed.add(child.request_id)
+            if self.requests[child.request_id].num_computed_tokens:
+                begun.add(child.request_id)
+            if child.name in names and self.connector is not None:
+                self.connector.doom(child.request_id)
+        copies = self.connector.forget(names, heads, namespace=salt or "") if self.connector is not None else ()
+        return Removal(begun, set(copies))
+
+    def _has_ended(self, removal: Removal) -> bool:
+        """Whether no file can come any more of what was to be forgotten, and none come back."""
+        if self.connector is None:
+            return True
+        removal.copies |= self.connector.saves_of(removal.children)
+        removal.copies = {number for number in removal.copies if self.connector.is_under_way(number)}
+        removal.children &= self._children.keys()
+        return not removal.children and not removal.copies and self.connector.is_synced()
 
     def _prefetch(self, lazy: LazyRequest) -> bool:
         """Begin to load what is missing, as far as nobody else needs the blocks.
@@ -440,7 +480,7 @@ class LazyMixin(compat.Gate):
     def _forget_finished(self) -> None:
         for request_id in [i for i in self._lazy if i not in self.requests]:
             self._pins.release(request_id)
-            del self._lazy[request_id]
+            self._residents.forget(self._lazy.pop(request_id).forgotten)
         for child in [c for c in self._children.values() if c.request_id not in self.requests]:
             self._forget_child(child)
 
@@ -448,9 +488,10 @@ class LazyMixin(compat.Gate):
         del self._children[child.request_id]
         del self._child_of[child.key]
         self._lazy.pop(child.request_id, None)
-        if (name := self._doomed.pop(child.request_id, None)) is not None:
-            self._residents.note(name, child.block_hashes)
-            self._residents.forget([name])
+        self._residents.note(child.name, child.block_hashes)
+        if child.request_id in self._doomed:
+            self._doomed.remove(child.request_id)
+            self._residents.forget([child.name])
 
     def _drop_orphans(self) -> None:
         """Abort the children that nobody waits for any more, but for those that have begun: they are soon done."""
@@ -552,11 +593,12 @@ class LazyMixin(compat.Gate):
         lazy.children[index] = child
         lazy.asked.append(child)
         self._add_child(child, request, behind_first)
+        if child.name in lazy.forgotten and self.connector is not None:
+            self.connector.doom(child.request_id)
         return request
 
     def _add_child(self, child: Child, request: Request, behind_first: LazyRequest | None) -> None:
         self._children[child.request_id] = self._child_of[child.key] = child
-        self._residents.note(child_name(request), child.block_hashes)
         if behind_first is not None:
             self._lazy[child.request_id] = behind_first
 
@@ -710,12 +752,6 @@ class LazyMixin(compat.Gate):
         self._pins.check([*manager.req_to_blocks.values(), *deferred, *self._copying.held])
         assert self._children.keys() == {child.request_id for child in self._child_of.values()}
         log.debug("%s", self.lazyrag_stats())
-
-
-def child_name(request: Request) -> str:
-    """Of a child: its chunk's name (`hashing.chunk_name`)."""
-    child: wire.WireChild = request.sampling_params.extra_args[wire.CHILD]
-    return child["key"][:NAME_DIGITS]
 
 
 def _error_output(request: Request, error: LazyRAGError) -> EngineCoreOutput:

@@ -5,7 +5,8 @@ is looked up, loaded or saved: its tokens are no prompt of their own, so nothing
 
     scheduler   look up: host memory, then disk; is loading faster than computing?      get_num_new_matched_tokens
                 give places in host memory; plan the step's copies                      build_connector_meta
-    worker      begin loads; nothing unverified is written into the child's blocks      start_load_kv
+    worker      begin to read from disk, then loads from host memory;                   bind_connector_metadata,
+                nothing unverified is written into the child's blocks                   start_load_kv
                 begin saves, behind the forward pass                                    wait_for_save
                 see which copies have ended (mover.py)                                  get_finished
     scheduler   what arrived becomes visible to other requests; what failed never does
@@ -27,6 +28,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lazyrag.backend import wire
 from lazyrag.backend.engine import no_tier_counters
 from lazyrag.backend.hashing import NAME_DIGITS
-from lazyrag.backend.tiers.disk import DiskTier
+from lazyrag.backend.tiers.disk import DiskTier, sync_folders
 from lazyrag.backend.tiers.host import Place, Shelf
 from lazyrag.backend.tiers.mover import Mover
 from lazyrag.backend.tiers.policy import POLICIES, ChunkKey, Speeds
@@ -46,9 +48,11 @@ from lazyrag.types import DISK, HOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_FETCHES = 64
 """Chunks that are brought from disk to host memory at a time because somebody may need them."""
+MOST_UNPLACED_BYTES = 1 << 30
+"""Of one worker's loads from disk that have no place in host memory. Beyond it, loads wait for those under way."""
 
 
 @dataclass(slots=True)
@@ -87,7 +93,8 @@ class _Job:
         num_bytes: that it copies.
         left: by step, workers that have not reported it.
         is_well: no worker has failed.
-        is_doomed: the chunk was forgotten meanwhile.
+        is_doomed: the chunk, or one that it begins, was forgotten meanwhile: its place is to be cleared.
+        is_deleted: the chunk was forgotten: its file is to be removed, if this writes one.
     """
 
     key: ChunkKey
@@ -99,6 +106,7 @@ class _Job:
     left: dict[str, int]
     is_well: bool = True
     is_doomed: bool = False
+    is_deleted: bool = False
 
 
 class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
@@ -146,6 +154,9 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         self._jobs: dict[int, _Job] = {}
         self._copied: list[int] = []
         self._counts: dict[str, Counter[str]] = {HOST: Counter(), DISK: Counter()}
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-sync")
+        self._syncing: list[Future[None]] = []
+        """Removals of files on their way to be durable."""
         # Worker half.
         self._mover: Mover | None = None
         if role == KVConnectorRole.SCHEDULER and self.disk is not None:
@@ -161,7 +172,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the resident ones can be loaded, and whether they arrive between steps (always).
 
-        None for their number: the chunk is on its way to host memory, ask again.
+        None for their number: the chunk is on its way to host memory, or too much is being read; ask again.
         """
         child = _child(request)
         if child is None or not child["may_load"]:
@@ -173,6 +184,8 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         if self._shelf is not None and (place := self._shelf.find(key)) is not None and not place.is_ready:
             return None, False
         tier = self._tier_of(key)
+        if tier == DISK and self._is_reading_enough():
+            return None, False
         if tier is None or (request.request_id not in self._early and not self._is_loading_faster(tier, child)):
             return 0, False
         return end - num_computed_tokens, True
@@ -289,27 +302,47 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         """Undo `pin`."""
         self._set_pinned(self._pinned - names)
 
-    def forget(self, names: Set[str], heads: Set[str], *, namespace: str) -> None:
-        """Drop what the tiers hold of chunks.
+    def forget(self, names: Set[str], heads: Set[str], *, namespace: str) -> set[int]:
+        """Drop what the tiers hold of chunks, and their pins.
 
         Args:
             names: of the chunks.
-            heads: the same, and of what begins them: these places in host memory are cleared.
+            heads: the same, and of what begins them: these places in host memory are cleared. Their files stay: some
+                may be chunks of their own.
             namespace: of the chunks.
+
+        Returns:
+            the copies under way of any of these: until they have ended, a file may come.
 
         Raises:
             OSError: a file cannot be removed.
         """
-        for job in self._jobs.values():
-            if job.key[0] == namespace and job.key[1][:NAME_DIGITS] in heads:
+        under_way = set()
+        for number, job in self._jobs.items():
+            name = job.key[1][:NAME_DIGITS]
+            if job.key[0] == namespace and name in heads:
+                under_way.add(number)
                 job.is_doomed = True
+                job.is_deleted |= name in names
+        self._set_pinned(self._pinned - names)
         if (shelf := self._shelf) is not None:
             for place in shelf.named(heads, namespace):
                 shelf.drop(place)
                 if not place.users:
                     self._next.clears.append((place.offset, place.num_bytes))
         if self.disk is not None:
-            self.disk.forget(names, namespace=namespace)
+            self._sync(self.disk.forget(names, namespace=namespace))
+        return under_way
+
+    def is_synced(self) -> bool:
+        """Whether no power cut brings back a file that was removed.
+
+        Raises:
+            OSError: one may come back.
+        """
+        while self._syncing and self._syncing[0].done():
+            self._syncing.pop(0).result()
+        return not self._syncing
 
     def doom(self, request_id: str) -> None:
         """Keep nothing of what this child brings: its chunk was forgotten."""
@@ -321,7 +354,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         return {number for number, job in self._jobs.items() if job.is_save and job.request_id in ids}
 
     def is_under_way(self, number: int) -> bool:
-        """Whether a save has not ended, well or not."""
+        """Whether a copy has not ended, well or not."""
         return number in self._jobs
 
     def take_copied(self) -> list[int]:
@@ -361,6 +394,11 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
             return HOST
         namespace, name = key
         return DISK if self.disk is not None and self.disk.contains(name, namespace=namespace) else None
+
+    def _is_reading_enough(self) -> bool:
+        """Whether what is being read from disk into memory beside the tier is as much as that may be."""
+        unplaced = (job.num_bytes for job in self._jobs.values() if job.source == DISK and job.place is None)
+        return sum(unplaced) > MOST_UNPLACED_BYTES
 
     def _is_loading_faster(self, tier: str, child: wire.WireChild) -> bool:
         loads = [job for job in self._jobs.values() if job.source == tier]
@@ -410,6 +448,9 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         key, place = _key(request, child), None
         if self._shelf is not None and self._shelf.find(key) is None:
             place = self._take_place(key, child)
+        for other in self._jobs.values():
+            if other.key == key:  # what it writes is wanted again
+                other.is_deleted = False
         namespace, name = key
         to_disk = self.disk is not None and not self.disk.contains(name, namespace=namespace)
         if place is None and not to_disk:
@@ -478,11 +519,15 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
             shelf.done(place)
             if job.is_doomed and not place.users:
                 self._next.clears.append((place.offset, place.num_bytes))
-        if job.is_doomed and job.is_save and self.disk is not None:
+        if job.is_deleted and job.is_save and self.disk is not None:
             try:
-                self.disk.delete(job.key[1], namespace=job.key[0])
+                self._sync(self.disk.delete(job.key[1], namespace=job.key[0]))
             except OSError as error:  # an exception from here would end every request
                 log.warning("The KV file of a deleted chunk stays on disk: %s.", error.strerror)
+
+    def _sync(self, folders: Set[Path]) -> None:
+        if folders:
+            self._syncing.append(self._syncer.submit(sync_folders, folders))
 
     def _set_pinned(self, names: frozenset[str]) -> None:
         if self._shelf is not None:
@@ -510,8 +555,13 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._mover = Mover(kv_caches, self._block_size, self.disk, self._host_bytes)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin to read from disk: that touches no block, so it need not wait for a forward pass as the rest may."""
+        super().bind_connector_metadata(connector_metadata)
+        self._moving.read(self._transfers())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads. Nothing is written into the cache that was not verified as a whole."""
+        """Begin the loads from host memory. Nothing is written into the cache that was not verified as a whole."""
         self._moving.begin(self._transfers())
 
     def wait_for_save(self) -> None:
@@ -548,7 +598,8 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing yet: chunks are copied out after the forward pass."""
 
     def shutdown(self) -> None:
-        """Wait until what was saved is on disk."""
+        """Wait until what was saved is on disk, and what was removed is gone."""
+        self._syncer.shutdown()
         if self._mover is not None:
             self._mover.close()
 

@@ -293,19 +293,26 @@ class DiskTier:
         self._count(saved=1, saved_bytes=data.nbytes)
         return True
 
-    def delete(self, key: str, *, namespace: str = "") -> None:
-        """Remove every rank's file of a chunk; none there is no error."""
-        for rank in range(self._ranks):
-            self._path(key, namespace, rank).unlink(missing_ok=True)
+    def delete(self, key: str, *, namespace: str = "") -> set[Path]:
+        """Remove every rank's file of a chunk; none there is no error. Returns and raises as `forget`."""
+        return unlink_files(self._path(key, namespace, rank) for rank in range(self._ranks))
 
-    def forget(self, names: Set[str], *, namespace: str = "") -> None:
-        """Remove this model's files of chunks with these names (`hashing.chunk_name`), for good.
+    def forget(self, names: Set[str], *, namespace: str = "") -> set[Path]:
+        """Remove this model's files of chunks with these names (`hashing.chunk_name`).
+
+        Reads those folders only that such files lie in: names begin with a folder's.
+
+        Returns:
+            the folders that must be synced (`sync_folders`), or a power cut may bring a file back.
 
         Raises:
             OSError: one cannot be removed.
         """
-        files = chunk_files(self.root, space_of(namespace), self._fingerprint[:16])
-        remove_files(file.path for file in files if file.key[:NAME_DIGITS] in names)
+        space = self.root / self._fingerprint[:16] / space_of(namespace)
+        folders = {space / name[:2] for name in names}
+        return unlink_files(
+            path for folder in folders for path in folder.glob("*.safetensors") if path.name[:NAME_DIGITS] in names
+        )
 
     # ------------------------------------------------------------ the whole store
 
@@ -413,10 +420,20 @@ def remove_files(paths: Iterable[Path]) -> None:
     Raises:
         OSError: one cannot be removed.
     """
+    sync_folders(unlink_files(paths))
+
+
+def unlink_files(paths: Iterable[Path]) -> set[Path]:
+    """As `remove_files`, but for `sync_folders` of what this returns."""
     folders = set()
     for path in paths:
         path.unlink(missing_ok=True)
         folders.add(path.parent)
+    return folders
+
+
+def sync_folders(folders: Iterable[Path]) -> None:
+    """Make the names in folders durable; those that are gone are no error."""
     for folder in folders:
         with suppress(FileNotFoundError):
             sync(folder)

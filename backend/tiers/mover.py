@@ -170,23 +170,30 @@ class Mover:
     # ------------------------------------------------------------ begin
 
     @torch.inference_mode()
-    def begin(self, transfers: Transfers) -> None:
-        """Begin everything but the saves, which must wait for the step's forward pass to be submitted."""
-        if transfers.wipes:
-            self._wipe(transfers.wipes)
+    def read(self, transfers: Transfers) -> None:
+        """Begin what touches no block: reads from disk."""
         for offset, num_bytes in transfers.clears:
             self._memory.at(offset, num_bytes).zero_()
         if transfers.pinned is not None and self._disk is not None:
             self._disk.pinned = transfers.pinned
         for transfer in (*transfers.loads, *transfers.fetches):
+            if transfer.from_host:
+                continue
             form = self._form(transfer)
             buffer = self._buffer(transfer, form)
-            if transfer.from_host:
-                self._copy_in(transfer, form, buffer)
-            else:
-                if not self._reading:
-                    self._burst_s, self._burst_bytes = time.perf_counter(), 0
-                self._reading.append((transfer, buffer, self._readers.submit(self._read, transfer, form, buffer)))
+            if not self._reading:
+                self._burst_s, self._burst_bytes = time.perf_counter(), 0
+            self._reading.append((transfer, buffer, self._readers.submit(self._read, transfer, form, buffer)))
+
+    @torch.inference_mode()
+    def begin(self, transfers: Transfers) -> None:
+        """Begin the rest but the saves, which must wait for the step's forward pass to be submitted."""
+        if transfers.wipes:
+            self._wipe(transfers.wipes)
+        for load in transfers.loads:
+            if load.from_host:
+                form = self._form(load)
+                self._copy_in(load, form, self._buffer(load, form))
 
     @torch.inference_mode()
     def save(self, saves: list[Transfer]) -> None:

@@ -97,9 +97,10 @@ def delete(store: Store, ids: Iterable[str], namespace: str = "", forget: Forget
 def remove_doomed_kv(store: Store, forget: Forget | None = None) -> int:
     """Remove the KV files of chunks that went, of all models and preambles; the number of files.
 
-    What engines hold in memory goes with `forget`. Other processes' engines are not reached: no plan names a chunk that
-    its namespace's store does not hold, so nobody can ask for it, and they give its room to others. A request that was
-    planned before the chunk went may still save its KV afterwards; `find_waste` finds that file.
+    What engines hold in memory goes with `forget`, and first: so what an engine is saving is found here. What has come
+    back since, or begins a chunk that is there, stays. Other processes' engines are not reached: no plan names a chunk
+    that its namespace's store does not hold, so nobody can ask for it, and they give its room to others. A request that
+    was planned before the chunk went may still save its KV afterwards; `find_waste` finds that file.
 
     Args:
         store: whose chunks went.
@@ -114,21 +115,31 @@ def remove_doomed_kv(store: Store, forget: Forget | None = None) -> int:
         by_namespace = defaultdict(list)
         for _, namespace, tokens in doomed:
             by_namespace[namespace].append(tokens)
-        paths = [path for namespace, chunks in by_namespace.items() for path in _kv_of(store, root, namespace, chunks)]
         try:
-            remove_files(paths)
-        except OSError as error:
-            raise StoreError(
-                f"KV of deleted chunks cannot be removed from {root}: {error.strerror}.",
-                why="The chunks are deleted, and nothing reads their KV any more.",
-                fix=f"Mend that and type: lazyrag gc --store {store.directory}",
-            ) from error
-        if forget is not None:
             for namespace, chunks in by_namespace.items():
-                forget(chunks, namespace)
+                _forget(store, namespace, chunks, forget)
+        finally:
+            found = (_kv_of(store, root, namespace, chunks) for namespace, chunks in by_namespace.items())
+            paths = [path for paths in found for path in paths]
+            try:
+                remove_files(paths)
+            except OSError as error:
+                raise StoreError(
+                    f"KV of deleted chunks cannot be removed from {root}: {error.strerror}.",
+                    why="The chunks are deleted, and nothing reads their KV any more.",
+                    fix=f"Mend that and type: lazyrag gc --store {store.directory}",
+                ) from error
         store.bury(number for number, _, _ in doomed)
         count += len(paths)
     return count
+
+
+def _forget(store: Store, namespace: str, chunks: Iterable[tuple[int, ...]], forget: Forget | None) -> None:
+    if forget is not None:
+        chunks = list(chunks)
+        used = store.beginning_with(chunks, namespace)
+        if gone := [tokens for tokens in chunks if tokens not in used]:
+            forget(gone, namespace)
 
 
 def _kv_of(store: Store, root: Path, namespace: str, chunks: Iterable[tuple[int, ...]]) -> list[Path]:
@@ -327,10 +338,18 @@ def verify(store: Store, *, repair: bool = False) -> Iterator[Flaw]:
             forget_missing_kv(store, namespace)
 
 
-def forget_missing_kv(store: Store, namespace: str) -> None:
-    """Take back the notes of KV that is not there."""
+def forget_missing_kv(store: Store, namespace: str, forget: Forget | None = None) -> None:
+    """Take back the notes of KV that is not there.
+
+    Args:
+        store: with the notes.
+        namespace: whose chunks.
+        forget: has an engine forget them, too: it would find nothing to compute, and to save, while they are in memory.
+    """
     for fingerprint, ids in missing_kv(store, namespace).items():
         store.forget_warm_chunks(ids, fingerprint, namespace)
+        if forget is not None:
+            forget(store.get_tokens(ids, namespace).values(), namespace)
 
 
 def missing_kv(store: Store, namespace: str) -> dict[str, list[ChunkId]]:

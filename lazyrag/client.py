@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -686,7 +686,14 @@ class LazyRAG:
                 from lazyrag.records import Records
 
                 store.remember(**self._remembered())
-                self._records = Records(store, self.tokenizer, self.config.namespace, self.config.quota)
+                self._records = Records(
+                    store,
+                    self.tokenizer,
+                    self.config.namespace,
+                    self.config.quota,
+                    forget=self._forget_kv,
+                    pinning=partial(self._pinning, store),
+                )
             return self._records
 
     def _remembered(self) -> dict[str, str]:
@@ -726,14 +733,16 @@ class LazyRAG:
         fingerprint = self._kv_fingerprint(plan.store) if warm else None
         plan.store.remember(**self._remembered())
         bytes_per_token = self.info.kv_bytes_per_token if warm else 0
-        yield from ingest.run(
-            plan,
-            sync=sync,
-            warm=partial(self._warm_tokens, batch=batch) if warm else None,
-            rest=rest,
-            fingerprint=fingerprint,
-            bytes_per_token=bytes_per_token,
-        )
+        with self._pinning(plan.store):
+            yield from ingest.run(
+                plan,
+                sync=sync,
+                warm=partial(self._warm_tokens, batch=batch) if warm else None,
+                rest=rest,
+                fingerprint=fingerprint,
+                bytes_per_token=bytes_per_token,
+                forget=self._forget_kv,
+            )
         if fingerprint is not None:
             plan.store.remember(kv=fingerprint, kv_of=self._kv_identity())
 
@@ -750,7 +759,9 @@ class LazyRAG:
         """
         from lazyrag import care
 
-        return care.delete(self._needed_store(), _texts(ids, "ids"), self.config.namespace, self._forget_kv)
+        store = self._needed_store()
+        with self._pinning(store):
+            return care.delete(store, _texts(ids, "ids"), self.config.namespace, self._forget_kv)
 
     def _forget_kv(self, chunks: Iterable[Sequence[int]], namespace: str) -> None:
         """Have the engine, if it runs, forget chunks that are gone. A dead one has forgotten everything."""
@@ -773,16 +784,23 @@ class LazyRAG:
             InputError: one id where a list is meant.
             ConfigError: there is no store.
         """
-        store, namespace = self._needed_store(), self.config.namespace
+        store = self._needed_store()
+        with self._pinning(store):
+            return store.pin(_texts(ids, "ids"), self.config.namespace, pinned=pinned)
+
+    @contextmanager
+    def _pinning(self, store: Store) -> Iterator[None]:
+        """Tell the engine, if it runs, which chunks are pinned afterwards that were not before, and the other way."""
+        namespace = self.config.namespace
         before = dict(store.pinned(namespace))
-        count = store.pin(_texts(ids, "ids"), namespace, pinned=pinned)
-        engine = self._running_engine()
-        if engine is not None and count:
-            after = dict(store.pinned(namespace))
-            with suppress(EngineDeadError):
-                engine.pin([(id, after[id]) for id in after.keys() - before.keys()], namespace=namespace)
-                engine.unpin([(id, before[id]) for id in before.keys() - after.keys()], namespace=namespace)
-        return count
+        try:
+            yield
+        finally:
+            after, engine = dict(store.pinned(namespace)), self._running_engine()
+            if engine is not None and before != after:
+                with suppress(EngineDeadError):
+                    engine.pin([(id, after[id]) for id in after.keys() - before.keys()], namespace=namespace)
+                    engine.unpin([(id, before[id]) for id in before.keys() - after.keys()], namespace=namespace)
 
     def rebuild_kv(
         self, *, everything: bool = False, batch: int = engines.WARMED_AT_ONCE
@@ -808,7 +826,7 @@ class LazyRAG:
             care.drop_kv(store, namespace)
         if store.settings().get("tokenizer", self.tokenizer.fingerprint) != self.tokenizer.fingerprint:
             care.change_tokenizer(store, self.tokenizer)
-        care.forget_missing_kv(store, namespace)
+        care.forget_missing_kv(store, namespace, self._forget_kv)
         yield from self.ingest(plan=self.plan_ingest(), batch=batch)
 
     def _look_at_kv(self) -> None:

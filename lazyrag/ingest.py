@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.care import remove_doomed_kv
+from lazyrag.care import Forget, remove_doomed_kv
 from lazyrag.errors import (
     EngineDeadError,
     InputError,
@@ -240,6 +240,7 @@ def run(
     rest: bool = True,
     fingerprint: str | None = None,
     bytes_per_token: int = 0,
+    forget: Forget | None = None,
 ) -> Iterator[Progress | Summary]:
     """Do what the plan says, step by step; the last event is the Summary. Closing the iterator stops after a step.
 
@@ -253,12 +254,13 @@ def run(
             What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
             the process.
         bytes_per_token: of KV, to keep within the plan's quota.
+        forget: has an engine forget chunks that went, see `lazyrag.care.remove_doomed_kv`.
 
     Raises:
         StoreError: the store was made with another tokenizer or embedder, or fails.
         EngineDeadError: the engine stopped while warming.
     """
-    yield from _Run(plan, bytes_per_token).events(sync, warm, rest, fingerprint)
+    yield from _Run(plan, bytes_per_token, forget).events(sync, warm, rest, fingerprint)
 
 
 def _unfit(document: object) -> str:
@@ -488,8 +490,8 @@ class _Group:
 class _Run:
     """One run: its counters, and its stages as generators of events."""
 
-    def __init__(self, plan: IngestPlan, bytes_per_token: int) -> None:
-        self._plan, self._bytes_per_token = plan, bytes_per_token
+    def __init__(self, plan: IngestPlan, bytes_per_token: int, forget: Forget | None) -> None:
+        self._plan, self._bytes_per_token, self._forget = plan, bytes_per_token, forget
         self._store = plan.store
         self._failed = list(plan.failed)
         self._num_bytes = 0
@@ -522,7 +524,7 @@ class _Run:
             yield from self._documents()
             if sync:
                 yield from self._delete()
-            remove_doomed_kv(store)
+            remove_doomed_kv(store, self._forget)
             if self._embedding is not None:
                 yield from self._complete(self._embedding)
                 yield self._index()
@@ -539,7 +541,7 @@ class _Run:
             finally:
                 if self._quota is not None:
                     self._quota.close()
-            remove_doomed_kv(store)
+            remove_doomed_kv(store, self._forget)
         summary = self._summary(sync)
         counts = asdict(replace(summary, failed=())) | {"failed": [failure.source for failure in summary.failed]}
         store.finish_run(key, counts)

@@ -11,6 +11,7 @@ given: records whose texts are equal share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,10 +85,22 @@ class Records:
         tokenizer: the model's.
         namespace: whose records.
         quota: what the namespace may hold.
+        forget: has an engine forget chunks that went, see `lazyrag.care.remove_doomed_kv`.
+        pinning: changes are made inside of it: it tells an engine of chunks that are pinned from then on, or no longer.
     """
 
-    def __init__(self, store: Store, tokenizer: Tokenizer, namespace: str = "", quota: Quota = NO_QUOTA) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tokenizer: Tokenizer,
+        namespace: str = "",
+        quota: Quota = NO_QUOTA,
+        *,
+        forget: care.Forget | None = None,
+        pinning: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._quota = quota
+        self._forget, self._pinning = forget, pinning
         self._store = store
         self._tokenizer = tokenizer
         self._namespace = namespace
@@ -115,11 +128,12 @@ class Records:
         if lengths:
             self._store.require(embedding=embedding, dim=str(*lengths))
         ids = []
-        for record in records:
-            document = Document(record.id, record.text, record.source, metadata=record.metadata)
-            own = {CONTENT: record.content, DOCUMENT: record.document}
-            passage = Passage(record.text, record.start, record.page)
-            ids += self._put(document, [passage], vector=record.vector, own=own)
+        with self._changing():
+            for record in records:
+                document = Document(record.id, record.text, record.source, metadata=record.metadata)
+                own = {CONTENT: record.content, DOCUMENT: record.document}
+                passage = Passage(record.text, record.start, record.page)
+                ids += self._put(document, [passage], vector=record.vector, own=own)
         return ids
 
     def put_document(self, document: Document, passages: Iterable[Passage]) -> list[ChunkId]:
@@ -133,7 +147,8 @@ class Records:
             InputError: a passage that is empty or not Unicode, or metadata that `Store.put_document` refuses.
             QuotaError: the namespace would hold more than it may.
         """
-        return self._put(document, passages)
+        with self._changing():
+            return self._put(document, passages)
 
     def _put(
         self,
@@ -149,8 +164,16 @@ class Records:
         self._store.put_document(
             document, chunks, vectors=vectors, namespace=self._namespace, quota=self._quota, own=own
         )
-        care.remove_doomed_kv(self._store)
         return [encoded.chunk.id for encoded in chunks]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Whatever becomes of it, KV follows what was changed."""
+        with self._pinning():
+            try:
+                yield
+            finally:
+                care.remove_doomed_kv(self._store, self._forget)
 
     def _encoded(self, document: Document, passage: Passage) -> EncodedChunk:
         text = canonical(passage.text)
@@ -163,8 +186,9 @@ class Records:
         return EncodedChunk(place, tokens)
 
     def delete(self, ids: Iterable[str]) -> None:
-        """Delete records and documents by id, with the KV on disk of chunks that only they held."""
-        care.delete(self._store, ids, self._namespace)
+        """Delete records and documents by id, with the KV of chunks that only they held."""
+        with self._pinning():
+            care.delete(self._store, ids, self._namespace, self._forget)
 
     def delete_document(self, id: str) -> None:
         """Delete a document, and the records that are from it, likewise."""

@@ -339,8 +339,8 @@ class Store:
     def pinned(self, namespace: str = "") -> Iterator[tuple[ChunkId, tuple[int, ...]]]:
         """Id and tokens of every reusable chunk that a pinned document holds, oldest first."""
         for _, id, blob in self._pages(
-            "SELECT key, id, tokens FROM chunks WHERE tokens IS NOT NULL AND namespace = ? AND EXISTS "
-            "(SELECT 1 FROM spans JOIN documents d ON document = d.key WHERE chunk = chunks.key AND d.pinned) "
+            "SELECT key, id, tokens FROM chunks WHERE tokens IS NOT NULL AND key IN "
+            "(SELECT chunk FROM spans JOIN documents d ON document = d.key WHERE d.pinned AND d.namespace = ?) "
             "AND key > ? ORDER BY key LIMIT ?",
             namespace,
             0,

@@ -15,13 +15,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Raw
 
 from lazyrag.anchors import AnchorIndex
-from lazyrag.backend.engine import Cancel, Deliver, Request
+from lazyrag.backend.engine import Cancel, Deliver, Delta, Event, Request
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.backend.hashing import chunk_key
 from lazyrag.backend.tiers.disk import DiskTier, Form
 from lazyrag.segmenter import Segmenter
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import canonical, chunk_id
+from lazyrag.types import COMPUTED, Segment, canonical, chunk_id
 
 REPO = Path(__file__).parents[2]
 
@@ -168,13 +168,20 @@ class SavingEngine(FakeEngine):
         self.tier = DiskTier(root, fingerprint)
 
     def submit(self, request: Request, deliver: Deliver) -> Cancel:
-        for s in request.segments:
-            tokens = request.token_ids[s.start - s.offset : s.start + s.num_tokens]
-            prefix = request.token_ids[: request.prefix_len]
-            key = chunk_key(tokens, prefix=prefix, salt=request.namespace or None)
-            form = Form(("a", "b"), "BF16", (len(tokens), 1, 2))
-            self.tier.save(key, form, np.full(form.num_bytes, len(tokens) % 256, np.uint8), namespace=request.namespace)
-        return super().submit(request, deliver)
+        def save(event: Event) -> None:
+            if isinstance(event, Delta) and event.reuse is not None:
+                for segment, source in zip(request.segments, event.reuse.sources, strict=True):
+                    if source == COMPUTED:
+                        self._save(request, segment)
+            deliver(event)
+
+        return super().submit(request, save)
+
+    def _save(self, request: Request, s: Segment) -> None:
+        tokens = request.token_ids[s.start - s.offset : s.start + s.num_tokens]
+        key = chunk_key(tokens, prefix=request.token_ids[: request.prefix_len], salt=request.namespace or None)
+        form = Form(("a", "b"), "BF16", (len(tokens), 1, 2))
+        self.tier.save(key, form, np.full(form.num_bytes, len(tokens) % 256, np.uint8), namespace=request.namespace)
 
 
 @pytest.fixture(scope="session")

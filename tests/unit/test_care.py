@@ -18,8 +18,9 @@ from lazyrag.backend.tiers.disk import chunk_files
 from lazyrag.care import CACHE, LEFTOVER, OTHER_MODEL, UNUSED, collect, find_waste, remove_doomed_kv, verify
 from lazyrag.client import KVState, LazyRAG
 from lazyrag.errors import InputError, StoreError
+from lazyrag.records import Record
 from lazyrag.retrievers.store import FILE_NAME, Store
-from lazyrag.types import HBM, Document
+from lazyrag.types import HBM, Document, chunk_id
 
 A = "The quick brown fox jumps over the lazy dog, and the dog sleeps on until the evening comes again."
 B = "In 1901 the first Nobel Prize in Physics was awarded to Wilhelm Conrad Röntgen, of Germany, for his rays."
@@ -93,7 +94,8 @@ def test_a_head_of_a_chunk_that_a_prompt_has_shown_goes_with_the_chunk(connect: 
     rag = connect()
     put(rag, a=A)
     whole = kv(folder)
-    rag.generate([f"Go on:\n\n{A}"], Sampling(max_tokens=1))  # its last tokens are computed: a head of it is kept
+    # Its last tokens are computed: a head of it is kept. By another engine, for this one has it in memory.
+    connect().generate([f"Go on:\n\n{A}"], Sampling(max_tokens=1))
     assert kv(folder) > whole
     rag.delete(["a"])
     assert kv(folder) == set()
@@ -242,6 +244,90 @@ def test_kv_that_cannot_be_removed_is_said_and_tried_again(
         assert store.stats()["documents"] == 0
         assert remove_doomed_kv(store) == 1
     assert kv(folder) == set()
+
+
+# ---------------------------------------------------------------- what a running engine holds
+
+
+def resident(rag: LazyRAG, text: str) -> bool:
+    """Whether the engine has the KV of a text in memory."""
+    rag.register([text])
+    return rag.generate([prompt_of(text)], Sampling(max_tokens=1))[0].reuse.sources == (HBM,)
+
+
+def test_an_edit_that_is_taken_back_is_kept_on_disk_again(connect: Connect, folder: Path) -> None:
+    """The engine is told what went: else it would find the old version in memory, and save nothing."""
+    rag = connect()
+    put(rag, a=A)
+    before = kv(folder)
+    put(rag, a=B)
+    put(rag, a=A)
+    assert kv(folder) == before
+
+
+def test_what_a_sync_deletes_is_forgotten(connect: Connect, folder: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "a.txt").write_text(A)
+    rag = connect()
+    for _ in rag.ingest([docs]):
+        pass
+    (docs / "a.txt").unlink()
+    for _ in rag.ingest([docs], sync=True):
+        pass
+    assert not resident(rag, A)
+
+
+def test_records_that_are_replaced_or_deleted_are_forgotten(connect: Connect, folder: Path) -> None:
+    rag = connect()
+
+    def write(text: str) -> None:
+        (id,) = rag.records.put([Record("r", text, "r", "")], "none")
+        list(rag.warm([id]))
+
+    write(A)
+    before = kv(folder)
+    write(B)
+    write(A)
+    assert kv(folder) == before
+    rag.records.delete(["r"])
+    assert kv(folder) == set()
+    assert not resident(rag, A)
+
+
+def test_a_chunk_that_stands_elsewhere_by_now_is_not_forgotten(connect: Connect, folder: Path) -> None:
+    """Nor is one that a longer chunk begins with."""
+    rag = connect()
+    put(rag, a=A)
+    with Store.open(folder) as store:
+        store.delete_document("a")
+    put(rag, b=A, c=B)
+    assert resident(rag, A)
+    put(rag, d=f"{B} And so on.")
+    rag.delete(["c"])
+    assert resident(rag, B)
+
+
+def test_rebuilding_everything_leaves_files_of_what_the_engine_holds(connect: Connect, folder: Path) -> None:
+    rag = connect()
+    put(rag, a=A, b=B)
+    before = kv(folder)
+    for _ in rag.rebuild_kv(everything=True):
+        pass
+    assert kv(folder) == before
+
+
+def test_pins_follow_the_versions_of_a_document(connect: Connect) -> None:
+    rag = connect()
+    engine = rag.engine
+    put(rag, a=A)
+    rag.pin(["a"])
+    put(rag, a=B)
+    assert engine.pinned == {("", tuple(rag.library.tokens(chunk_id(B))))}
+    rag.records.put([Record("a", C, "a", "")], "none")
+    assert engine.pinned == {("", tuple(rag.library.tokens(chunk_id(C))))}
+    rag.delete(["a"])
+    assert engine.pinned == set()
 
 
 # ---------------------------------------------------------------- waste

@@ -72,6 +72,7 @@ class Request:
         segments: the reusable runs of `token_ids`, ordered, disjoint; at least one literal token follows the last.
         prefix_len, sink: see `PromptPlan`. Any engine that reuses chunks takes requests of any mode.
         namespace: tenant; KV is never shared between namespaces. Empty: the default namespace.
+        kv_quota: bytes of KV that the namespace may have on disk; what would exceed them is not kept. None: no limit.
     """
 
     token_ids: Sequence[int]
@@ -80,6 +81,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     namespace: str = ""
     sink: Sequence[int] = ()
+    kv_quota: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +397,7 @@ def warm(
     prefix: Sequence[int] = (),
     sink: Sequence[int] = (),
     namespace: str = "",
+    kv_quota: int | None = None,
     batch: int = WARMED_AT_ONCE,
 ) -> Generator[tuple[ChunkId, Reuse | Exception], None, None]:
     """Make the engine hold (and keep, if it has tiers) the KV of chunks, up to `batch` of them in flight at all times.
@@ -409,6 +412,7 @@ def warm(
         prefix: the preamble to compute them behind (mode `prefix`).
         sink: the tokens to compute them behind (mode `sink`).
         namespace: see `Request`.
+        kv_quota: see `Request`.
         batch: how many chunks are in flight at once.
     """
     in_flight: deque[tuple[ChunkId, _Submitted]] = deque()
@@ -424,7 +428,8 @@ def warm(
         for id, ids in chunks:
             segment = Segment(id, len(prefix), len(ids))
             tokens = [*prefix, *ids, tail]
-            in_flight.append((id, _Submitted(engine, Request(tokens, (segment,), len(prefix), one, namespace, sink))))
+            request = Request(tokens, (segment,), len(prefix), one, namespace, sink, kv_quota)
+            in_flight.append((id, _Submitted(engine, request)))
             if len(in_flight) == batch:
                 yield oldest()
         while in_flight:

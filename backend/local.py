@@ -57,6 +57,7 @@ from lazyrag.types import COMPUTED, DISK, HBM, HOST, Reuse
 
 SHUTDOWN_S = 30  # a killed engine core leaks shared memory
 CPU_KV_BYTES = 1 << 30
+CPU_BLOCK = 32
 THREAD = "lazyrag-engine"
 PLUGIN = "lazyrag.backend.plugin"
 REUSED = (HBM, HOST, DISK)
@@ -75,7 +76,8 @@ class LocalEngine:
             have others.
         dtype: as vLLM's `--dtype`.
         max_model_len: None for the model's own.
-        block_size: tokens a KV block; None for a default that suits the device and the mode.
+        block_size: tokens a KV block; None for a default that suits the device and the mode. In mode exact on a CPU it
+            is taken up to a multiple of 32.
         kv_cache_bytes: size of the KV pool; None for vLLM's choice on a GPU, 1 GiB on a CPU.
         kv_root: folder for the KV of chunks; None keeps it in the pool only.
         kv_disk_bytes: limit for `kv_root`; None for no limit.
@@ -316,7 +318,9 @@ class LocalEngine:
             names, sent = self._sender.names(runs, namespace=request.namespace, everything=send_everything)
         except ValueError as error:
             raise RequestError("The tokens of a segment are not valid:", why=f"{error}.") from None
-        return literals, wire.request_to_args(wire.WireRequest(spans, request.prefix_len, names, sent, request.sink))
+        return literals, wire.request_to_args(
+            wire.WireRequest(spans, request.prefix_len, names, sent, request.sink, request.kv_quota)
+        )
 
     def _count(self, reuse: Reuse) -> None:
         self._counters.update(
@@ -434,8 +438,11 @@ def device_arguments(arguments: Mapping[str, Any], mode: ReuseMode) -> dict[str,
         ) from error
     if not current_platform.is_cpu():
         return {}
+    block_size = arguments["block_size"] or default_block_size(mode)
+    if mode.is_exact:  # vLLM's own attention on CPUs takes no other; it is no matter of answers
+        block_size = -(-block_size // CPU_BLOCK) * CPU_BLOCK
     return {
-        "block_size": arguments["block_size"] or default_block_size(mode),
+        "block_size": block_size,
         "kv_cache_memory_bytes": arguments["kv_cache_memory_bytes"] or CPU_KV_BYTES,
         "enforce_eager": True,  # compiling takes 95 s on two cores and gains little there
     }

@@ -8,15 +8,16 @@ Client -> scheduler (`SamplingParams.extra_args`; fits vLLM's HTTP `vllm_xargs`,
     lazyrag_names    [name, ...] of the tokens of the preamble, if there is one, and of each span's chunk (contents.py).
                      The request's own tokens are then the literal ones only. Absent: they are all of the logical prompt
     lazyrag_contents {name: packed tokens} of those that the engine may not know
+    lazyrag_quota    bytes of KV that the request's namespace may have on disk; absent: no limit
 
 Scheduler -> worker (`SamplingParams.extra_args`; only the scheduler may write it, a client's is dropped):
     lazyrag_layout   {"suffix_block": int,
                       "segments": [[first_block, num_blocks, num_tokens, visible_from, shift], ...]}
 
 Scheduler -> KV connector (`SamplingParams.extra_args` of a child request; a client's is dropped):
-    lazyrag_child    {"key": str, "first_token": int, "num_tokens": int, "may_load": bool}: `hashing.chunk_key`, which
-                     tokens of the child's prompt are the chunk's (what follows them are pads), and whether it may be
-                     loaded; it is saved in any case
+    lazyrag_child    {"key": str, "first_token": int, "num_tokens": int, "may_load": bool, "quota": int or None}:
+                     `hashing.chunk_key`, which tokens of the child's prompt are the chunk's (what follows them are
+                     pads), whether it may be loaded, and the quota that its file must fit into
 
 Scheduler -> client (`kv_transfer_params` of every output of a lazy request; the last one counts):
     {"lazyrag": {"sources": ["hbm" | "host" | "disk" | "computed", ...], "preamble": one of the same or "",
@@ -38,13 +39,14 @@ from lazyrag.backend.layout import MOST_SINK, Layout, Span
 from lazyrag.errors import InputError, LazyRAGError, RequestError
 
 WIRE_VERSION = 3
-VERSION, SPANS, PREFIX, SINK, NAMES, CONTENTS, LAYOUT, CHILD, REPORT = (
+VERSION, SPANS, PREFIX, SINK, NAMES, CONTENTS, QUOTA, LAYOUT, CHILD, REPORT = (
     "lazyrag_version",
     "lazyrag_spans",
     "lazyrag_prefix",
     "lazyrag_sink",
     "lazyrag_names",
     "lazyrag_contents",
+    "lazyrag_quota",
     "lazyrag_layout",
     "lazyrag_child",
     "lazyrag",
@@ -66,6 +68,7 @@ class WireChild(TypedDict):
     first_token: int
     num_tokens: int
     may_load: bool
+    quota: int | None
 
 
 class WireReport(TypedDict):
@@ -82,6 +85,7 @@ class WireRequest:
 
     Attributes:
         names: None if the request's own tokens are the whole logical prompt.
+        quota: None for no limit.
     """
 
     spans: Sequence[Span] = ()
@@ -89,6 +93,7 @@ class WireRequest:
     names: Sequence[str] | None = None
     contents: Mapping[str, bytes] = field(default_factory=dict)
     sink: Sequence[int] = ()
+    quota: int | None = None
 
 
 def request_to_args(request: WireRequest) -> dict[str, Any]:
@@ -99,6 +104,8 @@ def request_to_args(request: WireRequest) -> dict[str, Any]:
     args: dict[str, Any] = {VERSION: WIRE_VERSION, SPANS: flat, PREFIX: request.prefix_len}
     if request.sink:
         args[SINK] = list(request.sink)
+    if request.quota is not None:
+        args[QUOTA] = request.quota
     if request.names is not None:
         args |= {NAMES: list(request.names), CONTENTS: dict(request.contents)}
     return args
@@ -125,11 +132,12 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
     flat, prefix_len = args.get(SPANS) or [], args.get(PREFIX) or 0
     sink = args.get(SINK) or ()
     are_lists = all(isinstance(numbers, (list, tuple)) for numbers in (flat, sink))
-    numbers = [*flat, prefix_len, *sink] if are_lists else [None]
+    quota = args.get(QUOTA)
+    numbers = [*flat, prefix_len, *sink, 0 if quota is None else quota] if are_lists else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(flat) % 4:
         raise InputError(
-            f"{SPANS} must be a flat list of (start, num_tokens, offset, chunk_tokens), {PREFIX} an int, and {SINK} a "
-            "list of tokens, all >= 0."
+            f"{SPANS} must be a flat list of (start, num_tokens, offset, chunk_tokens), {PREFIX} and {QUOTA} ints, and "
+            f"{SINK} a list of tokens, all >= 0."
         )
     if sink and (prefix_len or len(sink) > MOST_SINK):
         raise InputError(f"{SINK} is for requests without {PREFIX}, and has {MOST_SINK} tokens at most.")
@@ -143,7 +151,7 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
         raise InputError(f"{NAMES} must have a name for the preamble, if there is one, and one for each span.")
     if not isinstance(contents, Mapping) or not all(isinstance(data, bytes) for data in contents.values()):
         raise InputError(f"{CONTENTS} must map names to packed tokens.")
-    return WireRequest(spans, prefix_len, names, contents, sink)
+    return WireRequest(spans, prefix_len, names, contents, sink, quota)
 
 
 def layout_to_wire(layout: Layout) -> WireLayout:
@@ -161,7 +169,7 @@ def strip_private(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def strip_sent(args: Mapping[str, Any]) -> dict[str, Any]:
     """`extra_args` without what the scheduler has read and the worker has no use for."""
-    return {key: value for key, value in args.items() if key not in (SPANS, SINK, NAMES, CONTENTS)}
+    return {key: value for key, value in args.items() if key not in (SPANS, SINK, NAMES, CONTENTS, QUOTA)}
 
 
 def error_to_params(error: LazyRAGError) -> dict[str, Any]:

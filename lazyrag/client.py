@@ -25,7 +25,7 @@ from lazyrag.backend.engine import Delta, Engine, EngineInfo, Request, Sampling
 from lazyrag.calibration import choose
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, Message, TextPiece, render
 from lazyrag.config import Config
-from lazyrag.deviation import PASSAGE, Deviations, Scores
+from lazyrag.deviation import PASSAGE, Scores, shared_deviations
 from lazyrag.errors import ConfigError, EngineDeadError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
@@ -553,7 +553,8 @@ class LazyRAG:
         self._look_at_kv()
         plans = [self.plan(prompt, hints=hints, tools=tools, special=special, mode=mode) for prompt in prompts]
         space = self.config.namespace
-        requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, space, p.sink) for p in plans]
+        quota = self.config.quota_kv_bytes
+        requests = [Request(p.token_ids, p.segments, p.prefix_len, sampling, space, p.sink, quota) for p in plans]
         return engine, plans, requests
 
     def _answers(self, plans: Sequence[PromptPlan], results: Sequence[Delta | Exception]) -> list[Answer]:
@@ -610,7 +611,16 @@ class LazyRAG:
         tail = self.tokenizer.encode_plain("\n")[-1]
         prefix, sink, namespace = self._prefix(), self._sink(), self.config.namespace
         scores = self._planner_for_engine().scores if self._mode.recompute else None
-        warmed = engines.warm(engine, chunks, tail=tail, prefix=prefix, sink=sink, namespace=namespace, batch=batch)
+        warmed = engines.warm(
+            engine,
+            chunks,
+            tail=tail,
+            prefix=prefix,
+            sink=sink,
+            namespace=namespace,
+            kv_quota=self.config.quota_kv_bytes,
+            batch=batch,
+        )
         for id, result in warmed:
             if scores is not None:
                 scores(id, prefix or sink)
@@ -620,7 +630,8 @@ class LazyRAG:
         """Where the chunks' reused KV differs most; nothing is loaded before it is asked."""
         passage = self.tokenizer.encode_template(PASSAGE, add_bos=True)
         measured = blake2b(repr((self._model_files(), passage)).encode(), digest_size=16).hexdigest()
-        return Scores(Deviations(self.model, passage), self.library, self.store, self.config.namespace, measured)
+        deviations = shared_deviations(self.model, tuple(passage), measured)
+        return Scores(deviations, self.library, self.store, self.config.namespace, measured)
 
     def _sink(self) -> tuple[int, ...]:
         """Tokens that chunks are computed behind in mode `sink`; in another one none."""

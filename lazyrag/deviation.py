@@ -18,6 +18,8 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +51,8 @@ MOST_CHUNKS = 4096
 
 
 class Scores:
-    """The scores of a namespace's chunks: measured once, kept in the store. Thread-safe.
+    """The scores of a namespace's chunks: measured once, kept in the store. Thread-safe; nobody waits for what another
+    one has measured.
 
     Args:
         deviations: measures them.
@@ -64,19 +67,29 @@ class Scores:
     ) -> None:
         self._deviations, self._library, self._store, self._namespace = deviations, library, store, namespace
         self._model = model
-        self._known: OrderedDict[tuple[ChunkId, tuple[int, ...]], Sequence[float]] = OrderedDict()
+        self._known: OrderedDict[tuple[ChunkId, tuple[int, ...]], Future[Sequence[float]]] = OrderedDict()
         self._lock = threading.Lock()
+        """Of the dictionary; nothing is measured or read under it."""
 
     def __call__(self, id: ChunkId, behind: Sequence[int]) -> Sequence[float]:
         """A chunk's scores; empty if it is unknown."""
         key = id, tuple(behind)
         with self._lock:
-            if key not in self._known:
-                self._known[key] = self._find(id, behind)
+            found = self._known.get(key)
+            is_new = found is None
+            if found is None:
+                found = self._known[key] = Future()
             self._known.move_to_end(key)
             if len(self._known) > MOST_CHUNKS:
                 self._known.popitem(last=False)
-            return self._known[key]
+        if is_new:
+            try:
+                found.set_result(self._find(id, behind))
+            except BaseException as error:
+                with self._lock:
+                    self._known.pop(key, None)
+                found.set_exception(error)
+        return found.result()
 
     def _find(self, id: ChunkId, behind: Sequence[int]) -> Sequence[float]:
         name = blake2b(f"{self._model} {LAYERS} {list(behind)}".encode(), digest_size=16).hexdigest()
@@ -93,8 +106,20 @@ class Scores:
         return scores
 
 
+@lru_cache(maxsize=2)
+def shared_deviations(model: Path, passage: tuple[int, ...], version: str) -> Deviations:
+    """The process's `Deviations` of a model, for all tenants: what is loaded is the model's alone.
+
+    Args:
+        model: see `Deviations`.
+        passage: see `Deviations`.
+        version: another one once the model's files have changed.
+    """
+    return Deviations(model, passage)
+
+
 class Deviations:
-    """Scores the chunks of one model. The first use loads the model's first layers. Not for several threads at once.
+    """Scores the chunks of one model. The first use loads the model's first layers. Thread-safe: one after the other.
 
     Args:
         model: folder of a Hugging Face checkpoint.
@@ -105,6 +130,7 @@ class Deviations:
         self._folder = model
         self._passage = list(passage)
         self._model: Any = None
+        self._lock = threading.Lock()
 
     def scores(self, token_ids: Sequence[int], behind: Sequence[int] = ()) -> list[float]:
         """The score of each of a chunk's tokens.
@@ -119,8 +145,9 @@ class Deviations:
         import torch
 
         chunk, start = list(token_ids), max(len(self._passage), len(behind))
-        reused = self._layers(list(behind), chunk, start)
-        in_context = self._layers(self._passage, chunk, start)
+        with self._lock:
+            reused = self._layers(list(behind), chunk, start)
+            in_context = self._layers(self._passage, chunk, start)
         total = torch.zeros(len(chunk))
         for mine, theirs in zip(reused, in_context, strict=True):
             # [tokens, numbers of K and V]

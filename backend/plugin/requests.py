@@ -76,6 +76,7 @@ class LazyRequest:
         contents: the chunk of each segment.
         is_child: hidden from clients.
         num_preamble: 1 if segment 0 is the preamble or a sink, else 0.
+        quota: bytes of KV that its namespace may have on disk; None for no limit.
         children: segment index -> the child it last waited for; set by the scheduler.
         asked: the children that were made for this request (not those shared with an earlier one), without those whose
             load failed.
@@ -90,6 +91,7 @@ class LazyRequest:
     contents: tuple[Content, ...]
     is_child: bool = False
     num_preamble: int = 0
+    quota: int | None = None
     children: dict[int, Child] = field(default_factory=dict)
     asked: list[Child] = field(default_factory=list)
     cached_suffix_tokens: int | None = None
@@ -174,6 +176,7 @@ class RequestMaker:
         self._refuse_size(request, layout, len(token_ids))
         lazy = self._apply(request, layout, token_ids, names, contents)
         lazy.num_preamble = 1 if asked.prefix_len or asked.sink else 0
+        lazy.quota = asked.quota
         return lazy
 
     def is_child(self, request_id: str) -> bool:
@@ -207,6 +210,7 @@ class RequestMaker:
             first_token=len(prefix),
             num_tokens=num_tokens,
             may_load=may_load,
+            quota=parent.quota,
         )
         request = Request(
             request_id=f"{self._id_prefix}{self._num_made}",

@@ -496,6 +496,7 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
             offset=place.offset if place is not None else None,
             from_host=self._jobs[job].source == HOST,
             to_disk=to_disk,
+            quota=child["quota"],
         )
 
     def _step(self, number: int, job: _Job, step: str) -> None:

@@ -55,6 +55,8 @@ STALE_S = 24 * 3600
 HEX = "[0-9a-f]"
 FOLDERS = f"{HEX * 16}/{HEX * 16}/{HEX * 2}"
 """Only folders of these names are listed, so that a root that holds other files never loses one to an eviction."""
+LOOK_SHARE = 20
+"""So many times as long as it took to look at a namespace's files, they are not looked at again."""
 LOW_WATER = 0.9
 """Eviction goes on until this share of the budget is used, so that a full store is not listed at every save."""
 
@@ -112,6 +114,21 @@ class ChunkFile:
     key: str
 
 
+@dataclass(slots=True)
+class _Space:
+    """What a process knows of a namespace's files.
+
+    Attributes:
+        num_bytes: of all of them, at the last look and what this process has added since.
+        next_look_s: when it may look again, by `time.monotonic`.
+        is_known_full: that the quota is reached was said.
+    """
+
+    num_bytes: int
+    next_look_s: float
+    is_known_full: bool
+
+
 class DiskTier:
     """The chunk files of one model under `root`. For several threads; any number of processes may share a root.
 
@@ -123,7 +140,8 @@ class DiskTier:
         ranks: files that make up a chunk.
 
     Attributes:
-        counters: loaded, loaded_bytes, saved, saved_bytes, damaged, evicted; whoever reads them may clear them.
+        counters: loaded, loaded_bytes, saved, saved_bytes, damaged, evicted, over_quota; whoever reads them may clear
+            them.
         pinned: names of chunks (`hashing.chunk_name`) that this process does not evict.
 
     Raises:
@@ -153,6 +171,8 @@ class DiskTier:
         self._num_bytes: int | None = None  # under root, as far as this process knows; None: never looked
         self._reported: set[Path] = set()
         self._save_fails = False
+        self._spaces: dict[str, _Space] = {}
+        """Namespaces that have a quota."""
         try:
             _make_folder(self.root)
         except OSError as error:
@@ -253,7 +273,7 @@ class DiskTier:
 
     # ------------------------------------------------------------ writing
 
-    def save(self, key: str, form: Form, data: Bytes, *, namespace: str = "") -> bool:
+    def save(self, key: str, form: Form, data: Bytes, *, namespace: str = "", quota: int | None = None) -> bool:
         """Save this rank's tensors; they are durable when this returns True.
 
         A disk that is full or failing is reported once and costs the chunk its file, nothing else.
@@ -263,9 +283,11 @@ class DiskTier:
             form: what the tensors look like.
             data: [form.num_bytes], the layers one after the other.
             namespace: of the chunk.
+            quota: bytes that the namespace's files may have, those of all models together; None for no limit.
 
         Returns:
-            whether a file was written; False if there is one already, if it exceeds the budget, or if writing failed.
+            whether a file was written; False if there is one already, if it exceeds budget or quota, or if writing
+            failed.
         """
         assert data.nbytes == form.num_bytes
         path = self._path(key, namespace)
@@ -274,6 +296,8 @@ class DiskTier:
         header = _header(self._fingerprint, key, form, self._checksum(key, form, data))
         num_bytes = len(header) + data.nbytes
         if self.budget_bytes is not None and num_bytes > self.budget_bytes:
+            return False
+        if quota is not None and not self._fits(num_bytes * self._ranks, quota, namespace):
             return False
         try:
             self._make_room(num_bytes)
@@ -290,6 +314,8 @@ class DiskTier:
             if self._num_bytes is not None:
                 self._num_bytes += num_bytes
             self._reported.discard(path)
+            if namespace in self._spaces:
+                self._spaces[namespace].num_bytes += num_bytes * self._ranks
         self._count(saved=1, saved_bytes=data.nbytes)
         return True
 
@@ -351,8 +377,30 @@ class DiskTier:
         with self._lock:
             self._num_bytes = used
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for file in chunk_files(self.root):
+    def _fits(self, num_bytes: int, quota: int, namespace: str) -> bool:
+        """Whether a namespace may have so much more.
+
+        Others write and delete, too: a namespace that is believed to be full is looked at again, but not all the time.
+        """
+        now = time.monotonic()
+        space = self._spaces.get(namespace)
+        if space is None or (space.num_bytes + num_bytes > quota and now >= space.next_look_s):
+            used = sum(stat.st_size for _, stat in self._files(space_of(namespace)))
+            took_s = time.monotonic() - now
+            is_known_full = space is not None and space.is_known_full
+            space = _Space(used, now + took_s * (1 + LOOK_SHARE), is_known_full)
+            with self._lock:
+                self._spaces[namespace] = space
+        fits = space.num_bytes + num_bytes <= quota
+        if not fits:
+            self._count(over_quota=1)
+            if not space.is_known_full:
+                logger.warning("KV of a namespace has reached its quota of %d bytes; more goes unsaved.", quota)
+        space.is_known_full = not fits
+        return fits
+
+    def _files(self, space: str | None = None) -> Iterator[tuple[Path, os.stat_result]]:
+        for file in chunk_files(self.root, space):
             with suppress(FileNotFoundError):
                 yield file.path, file.path.stat()
 

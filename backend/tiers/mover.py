@@ -322,7 +322,7 @@ class Mover:
     def _write(self, save: Transfer, form: Form, buffer: torch.Tensor) -> bool:
         """In the writer's thread."""
         assert self._disk is not None
-        return self._disk.save(save.key, form, buffer.numpy(), namespace=save.namespace)
+        return self._disk.save(save.key, form, buffer.numpy(), namespace=save.namespace, quota=save.quota)
 
     def _end_writes(self) -> None:
         for save, _, future in _ended(self._writing):

@@ -25,6 +25,7 @@ class Transfer:
         offset: the chunk's place in host memory; None if it has none.
         from_host: a load finds the chunk there; else it is read from disk, into that place if there is one.
         to_disk: a save is written to disk, too.
+        quota: bytes that its namespace may have there; None for no limit.
     """
 
     job: int
@@ -37,6 +38,7 @@ class Transfer:
     offset: int | None = None
     from_host: bool = False
     to_disk: bool = False
+    quota: int | None = None
 
 
 @dataclass(slots=True)

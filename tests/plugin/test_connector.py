@@ -1314,6 +1314,27 @@ def test_answers_say_how_the_tiers_are(folder: Path) -> None:
     assert tuple(engine.reports["r"][control.PREFETCHED]) == PREFETCH_COUNTERS
 
 
+# ---------------------------------------------------------------- quotas
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_prompts_compute_beyond_their_namespaces_quota_goes_unsaved(folder: Path, ranks: int) -> None:
+    engine = warmed(folder, A, extra=BOTH, ranks=ranks)
+    quota = 2 * sum(file.stat().st_size for file in files(folder))
+    for chunk in (B, [9] * 40, C):
+        engine.ask(chunk, name=f"{len(chunk)}", **{wire.QUOTA: quota})
+        engine.run()
+        assert engine.sources(f"{len(chunk)}") == ["computed"]
+    assert len(files(folder)) == 2 * ranks, "there was room for one of like size"
+    engine.ask([9] * 40, salt="theirs", name="theirs", **{wire.QUOTA: quota})
+    engine.run()
+    assert len(files(folder)) == 3 * ranks
+    engine.empty_pool()
+    engine.ask(B, [9] * 40, C, name="again", **{wire.QUOTA: quota})
+    engine.run()
+    assert engine.sources("again") == ["host"] * 3, "the quota is one of disk"
+
+
 # ---------------------------------------------------------------- settings
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.client import LazyRAG
 from lazyrag.deviation import Deviations
+from lazyrag.errors import ConfigError
 from lazyrag.types import Document, chunk_id
 
 A = "The fox crossed the river by the old bridge at night, and nobody saw where it went. " * 8
@@ -101,3 +104,55 @@ def test_warming_a_chunk_measures_it(model: Path, measured: list[tuple[int, tupl
 def test_an_unknown_chunk_has_no_scores(model: Path, measured: list[tuple[int, tuple[int, ...]]]) -> None:
     assert len(client(model)._scores()(chunk_id("never seen"), ())) == 0
     assert measured == []
+
+
+def test_who_knows_a_chunk_does_not_wait_for_another_that_is_measured_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_measure, measuring, calls = threading.Event(), threading.Event(), []
+
+    def scores(self: Deviations, token_ids: Sequence[int], behind: Sequence[int] = ()) -> list[float]:
+        calls.append(len(token_ids))
+        if len(calls) > 1:
+            measuring.set()
+            assert may_measure.wait(30)
+        return [0.0] * len(token_ids)
+
+    monkeypatch.setattr(Deviations, "scores", scores)
+    rag = client(model)
+    known, new = rag.register([A, B])
+    of = rag._scores()
+    of(known, ())
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(of, new, ()) for _ in range(2)]
+        assert measuring.wait(30)
+        assert len(of(known, ())) == calls[0]
+        may_measure.set()
+        assert {len(future.result()) for future in waiting} == {calls[1]}
+    assert len(calls) == 2
+
+
+def test_what_could_not_be_measured_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Deviations, token_ids: Sequence[int], behind: Sequence[int] = ()) -> list[float]:
+        raise ConfigError("The model cannot be loaded.")
+
+    rag = client(model)
+    (id,) = rag.register([A])
+    scores = rag._scores()
+    with monkeypatch.context() as patch:
+        patch.setattr(Deviations, "scores", broken)
+        with pytest.raises(ConfigError):
+            scores(id, ())
+    monkeypatch.setattr(Deviations, "scores", lambda self, ids, behind=(): [0.0] * len(ids))
+    assert len(scores(id, ()))
+
+
+def test_tenants_share_the_layers_that_measure_and_nothing_that_was_measured(
+    model: Path, measured: list[tuple[int, tuple[int, ...]]]
+) -> None:
+    mine = client(model)
+    theirs = mine.for_namespace("theirs")
+    (id,) = mine.register([A])
+    assert mine._scores()._deviations is theirs._scores()._deviations
+    assert len(mine._scores()(id, ())) > 0
+    assert len(theirs._scores()(id, ())) == 0

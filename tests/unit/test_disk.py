@@ -485,3 +485,48 @@ def test_files_that_are_not_chunks_are_never_evicted(tmp_path: Path) -> None:
         tier.save(key(number), FORM, tensors())
     assert all(path.exists() for path in foreign)
     assert tier.usage().num_files == 1
+
+
+# ---------------------------------------------------------------- quotas of namespaces
+
+
+def test_a_namespace_keeps_to_its_quota_whatever_others_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier(tmp_path / "kv", FINGERPRINT)
+    assert tier.save(key(0), FORM, tensors(), namespace="mine")
+    size = tier.usage().num_bytes
+    other_model = DiskTier(tmp_path / "kv", "f" * 64)
+    assert other_model.save(key(0), FORM, tensors(), namespace="mine"), "counts, too"
+    written = [tier.save(key(n), FORM, tensors(n), namespace="mine", quota=4 * size) for n in range(1, 6)]
+    assert written == [True, True, False, False, False]
+    assert tier.counters["over_quota"] == 3
+    assert all(tier.save(key(n), FORM, tensors(n), namespace="theirs", quota=4 * size) for n in range(4))
+    assert tier.save(key(5), FORM, tensors(), namespace="mine"), "no quota"
+    (said,) = caplog.messages
+    assert "quota" in said
+    assert "mine" not in said
+
+
+def test_what_others_delete_makes_room_in_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LOOK_SHARE", 0)
+    tier, other = (DiskTier(tmp_path / "kv", FINGERPRINT) for _ in range(2))
+    assert tier.save(key(0), FORM, tensors())
+    size = tier.usage().num_bytes
+    assert not tier.save(key(1), FORM, tensors(), quota=size)
+    other.delete(key(0))
+    assert tier.save(key(1), FORM, tensors(), quota=size)
+
+
+def test_forgotten_names_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", FINGERPRINT, ranks=2)
+    other_rank = DiskTier(tmp_path / "kv", FINGERPRINT, rank=1, ranks=2)
+    names = ["ab" * 32, "ab" * 31 + "cd", "cd" * 32]
+    for name in names:
+        for context in ("0" * 32, "1" * 32):
+            for rank in (tier, other_rank):
+                rank.save(name + context, FORM, tensors())
+                rank.save(name + context, FORM, tensors(), namespace="theirs")
+    folders = tier.forget({names[0], names[2]})
+    assert {folder.name for folder in folders} == {"ab", "cd"}
+    left = [name for name in names if tier.contains(name + "0" * 32) or tier.contains(name + "1" * 32)]
+    assert left == [names[1]]
+    assert all(tier.contains(name + "1" * 32, namespace="theirs") for name in names)

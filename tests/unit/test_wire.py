@@ -26,7 +26,7 @@ def test_spans_survive_the_way_to_the_scheduler(given_spans, prefix_len):
 
 
 def test_names_and_contents_survive_the_way_to_the_scheduler():
-    request = wire.WireRequest([Span(3, 2)], 3, ["p", "q"], {"q": b"1234"})
+    request = wire.WireRequest([Span(3, 2)], 3, ["p", "q"], {"q": b"1234"}, quota=10**12)
     assert wire.request_from_args(wire.request_to_args(request)) == request
 
 
@@ -54,6 +54,8 @@ def test_an_ordinary_request_has_no_arguments():
         {wire.VERSION: 2, wire.SPANS: [0, 1, 0, 1]},
         {wire.VERSION: "3", wire.SPANS: [0, 1, 0, 1]},
         {**V, wire.SPANS: [0, 1, 0]},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.QUOTA: -1},
+        {**V, wire.SPANS: [0, 1, 0, 1], wire.QUOTA: "1"},
         {**V, wire.SPANS: [0, 1, 0, "1"]},
         {**V, wire.SPANS: [0, True, 0, 1]},
         {**V, wire.SPANS: [0, -1, 0, 1]},

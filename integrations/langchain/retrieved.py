@@ -61,7 +61,10 @@ class RetrievedTexts(BaseCallbackHandler):
             self._latest = _latest.setdefault(client, _Latest())
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
-        """Register the documents' texts, and forget the oldest ones that there is no room for."""
+        """Register the documents' texts, and forget the oldest ones that there is no room for.
+
+        An engine that runs begins to bring up what it has of them.
+        """
         texts = {chunk_id(document.page_content): document.page_content for document in documents}
         latest = self._latest
         with latest.lock:
@@ -81,6 +84,7 @@ class RetrievedTexts(BaseCallbackHandler):
                 self._client.register(new)
             if old:
                 self._client.unregister(old)
+        self._client.prefetch(texts)
 
 
 def _name(id: ChunkId) -> str:

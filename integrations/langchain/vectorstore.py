@@ -204,10 +204,12 @@ class FaissVectorStore(VectorStore):
         vectors = records.vectors(place.id for place in found)
         rows = [vectors[place.id].tolist() for place in found]
         chosen = maximal_marginal_relevance(np.asarray(embedding), rows, lambda_mult, k) if rows else []
+        self._connection.embedded.prefetch(found[n].id for n in chosen)
         return [place_to_document(found[n]) for n in chosen]
 
     def _nearest(self, vector: list[float], k: int, filter: Filter | None) -> list[tuple[Document, float]]:
         hits = self._connection.embedded.records.search(vector, k, _accepting(filter))
+        self._connection.embedded.prefetch(place.id for place, _ in hits)
         return [(place_to_document(place), score) for place, score in hits]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:

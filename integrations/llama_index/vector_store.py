@@ -173,6 +173,7 @@ class LazyRAGVectorStore(Connection, BasePydanticVectorStore):
                 mmr_threshold=threshold,
             )
             found = [found[n] for n in chosen]
+        self.embedded.prefetch(place.id for place, _ in found)
         nodes = [to_node(place) for place, _ in found]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[score for _, score in found], ids=[node.node_id for node in nodes]

@@ -230,3 +230,23 @@ def test_handlers_of_one_client_share_their_room_and_what_is_found_at_once_is_kn
     assert set(client.library.registered) == {passages[n] for n in (0, 3, 4)}
     RetrievedTexts(client, max_bytes=2 * BESIDE).on_retriever_end([Document(page_content=passages[5])])
     assert client.library.registered == [passages[0], passages[5]], "what was registered by hand stays"
+
+
+@pytest.mark.parametrize("search", ["similarity", "mmr"])
+def test_kv_of_what_is_found_is_brought_up_before_the_prompt_is_built(
+    connect: Connect, passages: list[str], tmp_path: Path, search: str
+) -> None:
+    client, engine = connect(config={"store": tmp_path / "kb", "embedder": "hash"})
+    embedding = DeterministicFakeEmbedding(size=16)
+    mine = FaissVectorStore(embedding, lazyrag=client)
+    foreign = InMemoryVectorStore(embedding)
+    for store in (mine, foreign):
+        store.add_documents(documents(passages))
+    for retriever in (
+        mine.as_retriever(search_type=search, search_kwargs={"k": 2}),
+        wrap_retriever(foreign.as_retriever(search_type=search, search_kwargs={"k": 2}), lazyrag=client),
+    ):
+        engine.prefetched.clear()
+        found = retriever.invoke("river")
+        (request,) = engine.prefetched
+        assert {s.chunk_id for s in request.segments} == {chunk_id(document.page_content) for document in found}

@@ -586,3 +586,16 @@ def test_a_document_that_lazyrag_ingests_after_nodes_takes_nothing_from_them(
     client.delete(["own"])
     assert ids(store.get_nodes()) == ["node0"]
     assert store.query(VectorStoreQuery(embedded(passages[0]), 1)).ids == ["node0"]
+
+
+@pytest.mark.parametrize("mode", [VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR])
+def test_kv_of_what_is_found_is_brought_up_before_the_prompt_is_built(
+    client: LazyRAG, passages: list[str], mode: VectorStoreQueryMode
+) -> None:
+    store = LazyRAGVectorStore(lazyrag=client)
+    store.add(nodes_of(passages))
+    found = store.query(VectorStoreQuery(query_embedding=embedded("river"), similarity_top_k=2, mode=mode))
+    engine = client.engine
+    assert isinstance(engine, FakeEngine)
+    (request,) = engine.prefetched
+    assert [s.chunk_id for s in request.segments] == [chunk_id(node.get_content()) for node in found.nodes]

@@ -33,7 +33,7 @@ from lazyrag.backend.fake import FakeEngine
 from lazyrag.care import UNUSED, find_waste, verify
 from lazyrag.client import LazyRAG
 from lazyrag.retrievers.store import Store
-from lazyrag.types import COMPUTED, DISK, HBM, chunk_id
+from lazyrag.types import COMPUTED, DISK, HBM, HOST, chunk_id
 
 pytestmark = [
     pytest.mark.engine,
@@ -63,6 +63,7 @@ block_size = {block_size}
 max_model_len = 1024
 max_tokens = 6
 kv_cache_bytes = "64MiB"
+kv_host_bytes = "1MiB"
 kv_disk_bytes = "2MiB"
 
 [engine_args]
@@ -433,6 +434,6 @@ def test_no_answer_is_wrong_and_nothing_leaks_or_hangs(tmp_path: Path, model: Pa
     judge.close()
     assert kinds["lazy"] > kinds["literal"] > 0
     sources = Counter(source for client in clients for asked in client.asked for source in asked.reuse[2])
-    assert all(sources[source] for source in (HBM, DISK, COMPUTED)), "the pool was meant to be too small"
+    assert all(sources[source] for source in (HBM, HOST, DISK, COMPUTED)), "pool and tiers were meant to be too small"
     done = sum((client.done for client in clients), Counter[str]())
     print(json.dumps({"done": done, "answers": kinds, "sources": sources, "held": [vars(before), vars(after)]}))

@@ -170,6 +170,7 @@ class FakeEngine:
         with self._alive():
             for _, ids in chunks:
                 chunk = tuple(ids)
+                self.pinned.discard((namespace, chunk))
                 gone = {
                     key for key in self._resident if key[0] == namespace and key[2] and chunk[: len(key[2])] == key[2]
                 }

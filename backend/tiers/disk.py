@@ -297,7 +297,7 @@ class DiskTier:
         num_bytes = len(header) + data.nbytes
         if self.budget_bytes is not None and num_bytes > self.budget_bytes:
             return False
-        if quota is not None and not self._fits(num_bytes * self._ranks, quota, namespace):
+        if quota is not None and not self._fits(num_bytes, quota, namespace):
             return False
         try:
             self._make_room(num_bytes)
@@ -315,7 +315,7 @@ class DiskTier:
                 self._num_bytes += num_bytes
             self._reported.discard(path)
             if namespace in self._spaces:
-                self._spaces[namespace].num_bytes += num_bytes * self._ranks
+                self._spaces[namespace].num_bytes += num_bytes
         self._count(saved=1, saved_bytes=data.nbytes)
         return True
 
@@ -378,14 +378,15 @@ class DiskTier:
             self._num_bytes = used
 
     def _fits(self, num_bytes: int, quota: int, namespace: str) -> bool:
-        """Whether a namespace may have so much more.
+        """Whether a namespace may have so much more, this rank its share of it.
 
-        Others write and delete, too: a namespace that is believed to be full is looked at again, but not all the time.
+        Each rank counts its own files only, as if there were no others: so all come to the same end. Others write and
+        delete, too: a namespace that is believed to be full is looked at again, but not all the time.
         """
-        now = time.monotonic()
+        now, quota = time.monotonic(), quota // self._ranks
         space = self._spaces.get(namespace)
         if space is None or (space.num_bytes + num_bytes > quota and now >= space.next_look_s):
-            used = sum(stat.st_size for _, stat in self._files(space_of(namespace)))
+            used = sum(stat.st_size for path, stat in self._files(space_of(namespace)) if self._is_own(path))
             took_s = time.monotonic() - now
             is_known_full = space is not None and space.is_known_full
             space = _Space(used, now + took_s * (1 + LOOK_SHARE), is_known_full)
@@ -395,7 +396,7 @@ class DiskTier:
         if not fits:
             self._count(over_quota=1)
             if not space.is_known_full:
-                logger.warning("KV of a namespace has reached its quota of %d bytes; more goes unsaved.", quota)
+                logger.warning("KV of a namespace has reached its quota; more goes unsaved.")
         space.is_known_full = not fits
         return fits
 
@@ -405,6 +406,11 @@ class DiskTier:
                 yield file.path, file.path.stat()
 
     # ------------------------------------------------------------ names and bytes
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether it is no other rank's file."""
+        others = f"of{self._ranks}.safetensors"
+        return self._ranks == 1 or not path.name.endswith(others) or path.name.endswith(f".{self._rank}{others}")
 
     def _path(self, key: str, namespace: str, rank: int | None = None) -> Path:
         assert key.isalnum(), "keys are hex digits"

@@ -602,10 +602,15 @@ class LazyRAG:
     def warm(self, ids: Iterable[ChunkId]) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         """Compute the KV of known chunks now (or find it on disk); unknown and unusable ones are passed over."""
         tokens = ((id, self.library.tokens(id)) for id in ids)
-        yield from self._warm_tokens((id, ids) for id, ids in tokens if ids)
+        chunks = ((id, ids) for id, ids in tokens if ids)
+        yield from self._warm_tokens(chunks, kv_quota=self.config.quota_kv_bytes)
 
     def _warm_tokens(
-        self, chunks: Iterable[tuple[ChunkId, Sequence[int]]], *, batch: int = engines.WARMED_AT_ONCE
+        self,
+        chunks: Iterable[tuple[ChunkId, Sequence[int]]],
+        *,
+        kv_quota: int | None = None,
+        batch: int = engines.WARMED_AT_ONCE,
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         engine = self.engine
         tail = self.tokenizer.encode_plain("\n")[-1]
@@ -618,7 +623,7 @@ class LazyRAG:
             prefix=prefix,
             sink=sink,
             namespace=namespace,
-            kv_quota=self.config.quota_kv_bytes,
+            kv_quota=kv_quota,
             batch=batch,
         )
         for id, result in warmed:
@@ -748,7 +753,7 @@ class LazyRAG:
             yield from ingest.run(
                 plan,
                 sync=sync,
-                warm=partial(self._warm_tokens, batch=batch) if warm else None,
+                warm=partial(self._warm_tokens, batch=batch) if warm else None,  # within the quota by itself
                 rest=rest,
                 fingerprint=fingerprint,
                 bytes_per_token=bytes_per_token,

@@ -700,7 +700,8 @@ def test_pins_reach_the_engine_and_the_next_one(connect: Connect, started: list[
 
 def test_requests_carry_their_namespaces_quota_for_kv(connect: Connect) -> None:
     rag, engine = connect(store="kb", quota_kv_bytes=1 << 30)
-    shelve(rag, A, warm=True)
+    shelve(rag, A)
+    list(rag.warm([chunk_id(A)]))
     rag.generate([prompt_of(A)])
     rag.for_namespace("another", quota_kv_bytes=None).generate([prompt_of(A)])
     assert {(request.namespace, request.kv_quota) for request in engine.requests} == {("", 1 << 30), ("another", None)}

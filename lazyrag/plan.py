@@ -310,7 +310,8 @@ class Planner:
             elif i not in allowed:
                 yield replace(piece, reuse=False, reason=TOO_MANY)
             else:
-                this = replace(mode, first_k=max(mode.first_k, self.block_size)) if mode.kind == "sink" and not i else mode
+                needs_rest = mode.kind == "sink" and not i
+                this = replace(mode, first_k=max(mode.first_k, self.block_size)) if needs_rest else mode
                 first, *rest = self._without_end(piece) if i == len(pieces) - 1 else [piece]
                 yield from (self._in_part(first, this, behind), *rest)
 

@@ -229,7 +229,7 @@ class PromptPlan:
         """
         sources = iter(reuse.sources if reuse is not None else ())
         of_parts = ([next(sources, "") for _ in piece.reused if piece.chunk_id is not None] for piece in self.pieces)
-        return tuple(max(found, key=("", HBM, DISK, COMPUTED).index, default="") for found in of_parts)
+        return tuple(max(found, key=("", HBM, HOST, DISK, COMPUTED).index, default="") for found in of_parts)
 
 
 # ---------------------------------------------------------------- answers (filled by the engine)

@@ -30,7 +30,7 @@ from lazyrag.plan import (
 )
 from lazyrag.segmenter import Segmenter
 from lazyrag.tokens import Tokenizer
-from lazyrag.types import Piece, PromptPlan, canonical, chunk_id
+from lazyrag.types import Piece, PromptPlan, Reuse, canonical, chunk_id
 
 MakeSegmenter = Callable[..., Segmenter]
 BLOCK = 16
@@ -638,3 +638,21 @@ def test_settings_that_cannot_be_are_refused(make_planner: Callable[..., Planner
 def test_half_a_surrogate_pair_is_refused_with_a_sentence(make_planner: Callable[..., Planner]) -> None:
     with pytest.raises(InputError, match="surrogate"):
         make_planner().plan_text("a\ud800b")
+
+
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        (("hbm", "host"), "host"),
+        (("host", "disk"), "disk"),
+        (("computed", "host"), "computed"),
+        (("hbm", "hbm"), "hbm"),
+        ((), ""),
+    ],
+)
+def test_a_piece_whose_parts_come_from_several_tiers_shows_the_one_that_took_most(
+    reported: tuple[str, ...], shown: str
+) -> None:
+    piece = Piece("text", tuple(range(40)), chunk_id("text"), reuse=True, computed=((16, 32),))
+    plan = PromptPlan((Piece("a", (1,)), piece, Piece("b", (2,))))
+    assert plan.sources(Reuse(42, 0, reported)) == ("", shown, "")

@@ -617,7 +617,7 @@ def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
     keys = windows.view(np.uint16)[1::2].copy()
     # The smallest of the `REACH` windows from each one on; then, for each window, the largest of those smallest ones
     # that it takes part in: if that is the window's own, it is somewhere the smallest.
-    smallest = _over_reach(np.minimum, keys.copy())
+    smallest = _over_reach(np.minimum, keys)
     if borders is not None:
         smallest[(borders[:, None] - np.arange(1, MIN_CHARS)).ravel()] = 0
     around = np.zeros(len(smallest) + 2 * (REACH - 1), np.uint16)
@@ -626,8 +626,9 @@ def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
 
 
 def _over_reach(of: np.ufunc, values: U16) -> U16:
-    """The smallest or largest of `REACH` values in a row, from each one on. `values` is overwritten."""
-    step, spare = 1, np.empty_like(values)
+    """The smallest or largest of `REACH` values in a row, from each one on."""
+    values, step = of(values[:-1], values[1:]), 2
+    spare = np.empty_like(values)
     while step < REACH:
         values, spare = of(values[:-step], values[step:], out=spare[: len(values) - step]), values
         step *= 2

@@ -73,9 +73,10 @@ class Segmenter:
         proposed = self.index.candidates(text)
         whole: list[_Span] = []
         doubtful: list[tuple[ChunkId, int]] = []
+        source = text.encode() if text.isascii() else text  # whose parts need not be encoded one by one
         columns = (proposed.chunk_ids, proposed.start.tolist(), proposed.end.tolist(), proposed.whole.tolist())
         for id, start, end, hash_agrees in zip(*columns, strict=True):
-            if hash_agrees and digest(text[start:end]) == id:
+            if hash_agrees and digest(source[start:end]) == id:
                 whole.append((start, end, True, id))
             else:
                 doubtful.append((id, start))

@@ -35,9 +35,11 @@ def chunk_id(text: str) -> ChunkId:
     return digest(canonical(text))
 
 
-def digest(canonical_text: str) -> ChunkId:
-    """`chunk_id` of a text that is known to be canonical, if it is one at all."""
-    return blake2b(canonical_text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def digest(canonical_text: str | bytes) -> ChunkId:
+    """`chunk_id` of a text that is known to be canonical, if it is one at all; as characters or in UTF-8."""
+    if isinstance(canonical_text, str):
+        canonical_text = canonical_text.encode("utf-8", "surrogatepass")
+    return blake2b(canonical_text, digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------- documents (filled by loaders and splitter)

@@ -217,6 +217,9 @@ class FakeEngine:
         except EngineError as error:
             running.deliver(error)
             return True
+        except Exception as error:  # a fault of this request's, or ours: the others go on
+            running.deliver(EngineError("The request failed inside the engine.", why=f"{type(error).__name__}."))
+            return True
         running.deliver(delta)
         return delta.finish_reason is not None
 
@@ -235,6 +238,10 @@ class FakeEngine:
 
     def _check(self, request: Request) -> None:
         check_length(request, self._info.max_model_len)
+        try:
+            self._tokenizer.decode(request.sampling.allowed_token_ids)
+        except OverflowError:
+            raise RequestError("allowed_token_ids holds what is no token.") from None
         spans = [Span(s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in request.segments]
         block_size = self._info.block_size
         try:

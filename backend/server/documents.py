@@ -50,7 +50,7 @@ async def add_documents(body: DocumentsRequest, rag: Caller, service: ServiceOf)
 
     With `warm`, the answer comes when their KV is computed; that of the namespace's others is, in the background.
     """
-    return await service.write(_ingest, service, rag, [_document(given) for given in body.documents], body.warm)
+    return await service.write(rag, _ingest, service, [_document(given) for given in body.documents], body.warm)
 
 
 def _document(given: DocumentIn | str) -> Document | Source:
@@ -62,7 +62,7 @@ def _document(given: DocumentIn | str) -> Document | Source:
     return document if given.sha256 is None else source_of(document, given.sha256, given.mtime)
 
 
-def _ingest(service: Service, rag: LazyRAG, documents: Sequence[Document | Source], warm: bool) -> dict[str, Any]:
+def _ingest(rag: LazyRAG, service: Service, documents: Sequence[Document | Source], warm: bool) -> dict[str, Any]:
     summary = Summary()
     with closing(rag.ingest(documents=documents, warm=warm, rest=False)) as events:
         for event in events:
@@ -86,7 +86,7 @@ def _ingest(service: Service, rag: LazyRAG, documents: Sequence[Document | Sourc
 @router.post("/documents/needed")
 async def needed(body: NeededRequest, rag: Caller, service: ServiceOf) -> dict[str, list[str]]:
     """Of documents that were made from these bytes, those that are to be added, and those that are to be replaced."""
-    return await service.write(_needed, rag, body.documents)
+    return await service.write(rag, _needed, body.documents)
 
 
 def _needed(rag: LazyRAG, digests: Sequence[Digest]) -> dict[str, list[str]]:
@@ -118,7 +118,7 @@ def _documents(rag: LazyRAG, limit: int, after: str) -> list[dict[str, Any]]:
 @router.delete("/documents/{id:path}")
 async def delete_document(id: str, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """Delete a document, the chunks that only it held, and their KV on disk."""
-    removed = await service.write(_delete, rag, id)
+    removed = await service.write(rag, _delete, id)
     return {"id": id, "deleted": True, **removed}
 
 
@@ -133,7 +133,7 @@ def _delete(rag: LazyRAG, id: str) -> dict[str, int]:
 @router.post("/pins")
 async def pin(body: PinRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """Keep the KV of documents' chunks, those of later versions included, in every tier; or no longer."""
-    return {"changed": await service.write(_pin, rag, body.ids, body.pinned)}
+    return {"changed": await service.write(rag, _pin, body.ids, body.pinned)}
 
 
 def _pin(rag: LazyRAG, ids: Sequence[str], pinned: bool) -> int:

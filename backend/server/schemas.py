@@ -1,4 +1,4 @@
-"""What requests hold. A field that the server does not know is an error: nothing is left out silently."""
+"""What requests hold. A field that the server does not know, or of another type, is an error: nothing is guessed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Stop: TypeAlias = Annotated[str, Field(min_length=1)] | list[Annotated[str, Fiel
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields."""
+    """Refuses unknown fields, and values of other types: "5" is no number, and a truth value neither."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 # ---------------------------------------------------------------- OpenAI's

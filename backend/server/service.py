@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
@@ -114,8 +114,9 @@ class Service:
         self.stopping = threading.Event()
         self.rebuilding = Rebuilding(self.stopping)
         self._rags: dict[str, LazyRAG] = {}
-        # Writing to a store takes long, and one at a time is enough: planning must not wait for it.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
+        # Writing to a store takes long: planning must not wait for it, nor one tenant for another. One write at a time
+        # is enough for a tenant.
+        self._writers: dict[str, ThreadPoolExecutor] = {}
 
     @property
     def model(self) -> str:
@@ -164,12 +165,20 @@ class Service:
         """Have writes under way end, and wait for that."""
         self.stopping.set()
         self.rebuilding.close()
-        self._writer.shutdown(cancel_futures=True)
+        for writer in self._writers.values():
+            writer.shutdown(cancel_futures=True)
 
-    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run something that writes to the store, after everything that came before."""
+    async def write(
+        self, rag: LazyRAG, function: Callable[Concatenate[LazyRAG, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run something that writes to the store, given a client of its namespace, after what came before of that."""
+        namespace = rag.config.namespace
         with self.queue.places():
-            return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: function(*args, **kwargs))
+            if namespace not in self._writers:
+                self._writers[namespace] = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
+            return await asyncio.get_running_loop().run_in_executor(
+                self._writers[namespace], lambda: function(rag, *args, **kwargs)
+            )
 
     # ------------------------------------------------------------ who asks
 

@@ -77,14 +77,19 @@ def test_an_engine_that_dies_is_started_again_and_its_chunks_are_still_there(
             before, cached = answer()
             assert cached is not None
             assert cached > 100
-            endless = client.completions.create(
-                model=model, prompt=prompt, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-            )
-            next(iter(endless))
+            under_way = [
+                client.completions.create(
+                    model=model, prompt=prompt, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+                )
+                for _ in range(6)
+            ]
+            for stream in under_way:
+                next(iter(stream))
             for pid in children(server.pid):
                 os.kill(pid, signal.SIGKILL)
-            with pytest.raises(openai.APIError, match="The engine stopped"):
-                list(endless)
+            for stream in under_way:
+                with pytest.raises(openai.APIError, match="The engine stopped"):
+                    list(stream)
             with pytest.raises(openai.InternalServerError, match="being started"):
                 answer()
             assert http.get("/ready").status_code == 503

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +336,37 @@ async def test_64_clients_stream_at_once(url: str, model: str, passages: list[st
         answers = await asyncio.gather(*map(one, range(64)))
     assert all(streamed == whole for streamed, whole in answers)
     assert len({streamed for streamed, _ in answers}) > 32
+
+
+@pytest.mark.parametrize("path", ["completions", "generate"])
+def test_clients_whose_connections_are_cut_leave_nothing_behind(
+    rag: LazyRAG, engine: FakeEngine, serving: Callable[[Any], Any], path: str
+) -> None:
+    """Twenty at once, before, at and after their first tokens; then all places are free, and nothing is generated."""
+    app = create_app(rag, limits=Limits(places=20))
+    endless = {"max_tokens": 900, "ignore_eos": True}
+    bodies: dict[str, dict[str, Any]] = {
+        "completions": {"model": app.state.service.model, "prompt": "Go on", "stream": True, **endless},
+        "generate": {"prompts": [{"text": "Go on"}], "sampling": endless},
+    }
+    body = json.dumps(bodies[path]).encode()
+    with serving(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+        def cut(number: int) -> None:
+            with socket.create_connection((host, int(port))) as connection:
+                if number % 2:  # a reset, not an end
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(request[: -5 if number % 4 == 0 else None])
+                if number % 4 > 1:
+                    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(cut, range(20)))
+        while app.state.service.queue.used or engine._running:
+            time.sleep(0.01)
 
 
 # ---------------------------------------------------------------- schemathesis

@@ -25,7 +25,7 @@ from lazyrag.backend.engine import (
     warm,
 )
 from lazyrag.backend.fake import FakeEngine, words
-from lazyrag.errors import CapacityError, ContextOverflowError, EngineDeadError, RequestError
+from lazyrag.errors import CapacityError, ContextOverflowError, EngineDeadError, EngineError, RequestError
 from lazyrag.types import COMPUTED, HBM, Segment
 
 
@@ -199,6 +199,29 @@ def test_warming_makes_chunks_resident(engine: FakeEngine) -> None:
     reuse = run(engine, lazy(B, (1,), A, (1,)))[0].reuse
     assert reuse is not None
     assert reuse.sources == (HBM, HBM)
+
+
+def test_a_request_that_fails_leaves_the_engine_to_the_others(folder: Path) -> None:
+    def reply(request: Request) -> str:
+        if request.sampling.seed == 1:
+            raise LookupError("a secret")
+        return words(request)
+
+    engine = FakeEngine(folder, reply=reply)
+    unforeseen, impossible, good = generate(
+        engine,
+        [
+            Request([5], sampling=Sampling(seed=1)),
+            Request([5], sampling=Sampling(allowed_token_ids=(1 << 40,))),
+            Request([5]),
+        ],
+    )
+    assert isinstance(unforeseen, EngineError)
+    assert "LookupError" in str(unforeseen)
+    assert "secret" not in str(unforeseen)
+    assert isinstance(impossible, RequestError)
+    assert isinstance(good, Delta)
+    engine.close()
 
 
 def test_stats_add_up_over_finished_requests(engine: FakeEngine) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,31 @@ def test_tenants_share_neither_documents_nor_kv(make: Callable[..., Made]) -> No
     assert {request.namespace for request in engine.requests} == {"a", "b"}
 
 
+def test_no_tenant_waits_for_anothers_documents(make: Callable[..., Made]) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> EngineError | None:
+        reached.set()
+        assert go_on.wait(60)
+        return None
+
+    client, _, _ = make(keys=Keys({"sk-a": "a", "sk-b": "b"}), error=hold)
+
+    def add(key: str, warm: bool) -> Any:
+        body = {"documents": [{"id": "d", "text": PASSAGE}], "warm": warm}
+        return client.post("/v1/documents", json=body, headers={"Authorization": f"Bearer sk-{key}"}).json()
+
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(add, "a", True)
+        assert reached.wait(60)
+        again = pool.submit(add, "a", False)
+        assert add("b", False)["added"] == 1
+        assert not slow.done()
+        go_on.set()
+        assert slow.result()["warmed"] >= 1
+        assert again.result()["unchanged"] == 1, "a tenant's own writes come one after the other"
+
+
 # ---------------------------------------------------------------- limits
 
 
@@ -210,6 +236,25 @@ def test_places_in_the_queue_come_back_whatever_happened(make: Callable[..., Mad
     for stream in (False, True) * 3:
         assert completion(client, stream=stream).status_code == 400
     assert client.app.state.service.queue.used == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e400", "-Infinity", '"5"', "true", "[]", "{}", "1.5", str(10**40)])
+@pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "logprobs"])
+def test_what_is_no_whole_number_is_refused_as_one(make: Callable[..., Made], name: str, value: str) -> None:
+    client, _, engine = make()
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    body = f'{{"model": {json.dumps(model)}, "prompt": "Hello", "{name}": {value}}}'
+    refused = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("stream", "yes"), ("ignore_eos", 1), ("temperature", "1"), ("stop", 5)])
+def test_what_is_of_another_type_is_refused(make: Callable[..., Made], name: str, value: Any) -> None:
+    client, _, engine = make()
+    assert completion(client, **{name: value}).status_code == 400
+    assert completion(client, temperature=1).status_code == 200, "a whole number is a number"
+    assert len(engine.requests) == 1
 
 
 # ---------------------------------------------------------------- callers who leave

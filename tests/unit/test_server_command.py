@@ -34,7 +34,7 @@ if sys.argv[1] == "impatient":
 
 delay_s = 0.002
 if sys.argv[1] == "slow":
-    delay_s = 0.5
+    delay_s = 1.0
     del sys.argv[1]
 
 client.start_engine = lambda config, model: Closing(model, mode=config.mode, delay_s=delay_s)
@@ -119,7 +119,7 @@ def test_when_its_patience_ends_it_cuts_requests_off_and_stops(folder: Path) -> 
 def test_told_to_stop_while_documents_come_in_it_stops_and_keeps_what_is_stored(folder: Path) -> None:
     """Their KV would take the engine a minute."""
     store = folder / "store"
-    text = "\n\n".join(f"{n}: {TEXT}" for n in range(2000))
+    text = "\n\n".join(f"{n}: {TEXT}" for n in range(800))
     with (
         serving(folder, "--store", str(store), "--mode", "lazy", first=("slow",)) as (process, url),
         httpx.Client(timeout=120) as client,

@@ -6,16 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from lazyrag.backend import wire
-from lazyrag.backend.local import device_arguments
 from lazyrag.backend.plugin import checks, compat
 from lazyrag.backend.plugin.scheduler import LazyScheduler
 from lazyrag.errors import UnsupportedError
-from lazyrag.modes import ReuseMode
 
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
@@ -164,12 +161,3 @@ class _OtherKind(LazyScheduler):
 
 class _OtherKindAsync(LazyScheduler, AsyncScheduler):
     """Given to an engine without asynchronous scheduling."""
-
-
-@pytest.mark.parametrize(("given", "taken"), [(None, 32), (16, 32), (32, 32), (48, 64)])
-def test_an_exact_engine_on_a_cpu_gets_blocks_that_vllms_own_attention_takes(given, taken):
-    arguments = {"block_size": given, "kv_cache_memory_bytes": None}
-    block_size = device_arguments(arguments, ReuseMode.parse("exact"))["block_size"]
-    assert block_size == taken
-    assert all(block_size % size.base == 0 for size in CPUAttentionBackend.get_supported_kernel_block_sizes())
-    assert given is None or device_arguments(arguments, ReuseMode.parse("lazy"))["block_size"] == given

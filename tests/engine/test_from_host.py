@@ -25,7 +25,7 @@ PREFIX_LEN = 19
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
-    """With a pool that holds one request of full length, and NaN wherever nothing may be read."""
+    """Of two ranks, with a pool that holds one request of full length, and NaN wherever nothing may be read."""
     engine = LocalEngine(
         str(tiny_model),
         mode="lazy-prefix",
@@ -36,6 +36,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         kv_host_bytes=8 << 20,
         debug=True,
         engine_args={
+            "tensor_parallel_size": 2,
             "skip_tokenizer_init": True,
             "num_gpu_blocks_override": 70,
             "max_num_batched_tokens": 64,

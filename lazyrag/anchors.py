@@ -52,7 +52,10 @@ COUNT_BITS = 22
 MAX_MEAN = 32
 """Counts are halved when a bucket holds more than this on average: 255 fit, and only what sticks out matters."""
 GROWTH = 8
-"""Searching takes time in proportion to the runs, merging to how often a chunk moves into a larger one."""
+"""Searching takes time in proportion to the runs, merging to how often a chunk moves into a larger one. A run has at
+least so many times the chunks of the next one while chunks are added,"""
+SETTLED = 32
+"""and so many when they have been: of a million, two or three runs are left."""
 MANIFEST = "manifest.json"
 FEW = 1024
 """So many proposals are made without a look at what they cost."""
@@ -167,6 +170,7 @@ class AnchorIndex:
                         texts.pop(ids[found], None)
                 if texts:
                     self._append(self._run_of(texts))
+            self._runs = tuple(_stacked(self._runs, SETTLED))
         return unindexable
 
     def remove(self, chunk_ids: Iterable[ChunkId]) -> None:
@@ -177,7 +181,7 @@ class AnchorIndex:
                 rows = run.find(heads)
                 run.alive[rows[rows >= 0]] = False
             if any(2 * run.num_living < len(run.alive) for run in self._runs):
-                self._runs = tuple(_stacked(run.living() for run in self._runs if run.num_living))
+                self._runs = tuple(_stacked((run.living() for run in self._runs if run.num_living), SETTLED))
 
     def _run_of(self, texts: Mapping[ChunkId, str]) -> _Run:
         lengths = np.array([len(text) for text in texts.values()], np.int64)
@@ -218,7 +222,7 @@ class AnchorIndex:
         return exponents
 
     def _append(self, run: _Run) -> None:
-        runs = _stacked([*self._runs, run])
+        runs = _stacked([*self._runs, run], GROWTH)
         total = sum(len(run.alive) for run in runs)
         if total > self._filter.capacity:
             grown = _Filter(total)
@@ -402,13 +406,13 @@ class _Run:
         return found, first, np.searchsorted(self.anchors, hashes[found], side="right") - first
 
 
-def _stacked(runs: Iterable[_Run]) -> list[_Run]:
-    """The same chunks in few runs: each has at least `GROWTH` times the entries of the next one."""
+def _stacked(runs: Iterable[_Run], growth: int) -> list[_Run]:
+    """The same chunks in few runs: each has at least `growth` times the entries of the next one."""
     stack: list[_Run] = []
     for run in runs:
         smaller = []
         size = len(run.alive)
-        while stack and len(stack[-1].alive) < GROWTH * size:
+        while stack and len(stack[-1].alive) < growth * size:
             smaller.append(stack.pop())
             size += len(smaller[-1].alive)
         stack.append(run.living(smaller) if smaller else run)

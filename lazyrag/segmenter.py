@@ -166,10 +166,13 @@ def _with_shorter(cut: Sequence[_Span], whole: Sequence[_Span]) -> Iterator[_Spa
 
 def _schedule(spans: Iterable[_Span]) -> list[_Span]:
     """The disjoint subset that weighs most (module docstring), in order."""
+    in_order = sorted(spans)
+    if all(one[1] <= other[0] for one, other in pairwise(in_order)):
+        return in_order
     chosen: list[_Span] = []
     group: list[_Span] = []  # of spans that hang together
     group_end = 0
-    for span in sorted(spans):
+    for span in in_order:
         if span[0] >= group_end:
             chosen += _heaviest(group) if len(group) > 1 else group
             group = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 ChunkId: TypeAlias = str
 """32 hex digits: BLAKE2b-128 of the chunk's canonical text (`chunk_id`)."""
@@ -124,11 +124,11 @@ class Quota:
 # ---------------------------------------------------------------- prompts (filled by segmenter and plan)
 
 
-@dataclass(frozen=True, slots=True)
-class Occurrence:
+class Occurrence(NamedTuple):
     """A registered chunk found in a text, and verified: `text[start:end]` is its canonical text.
 
-    With `whole=False` the text shows only the chunk's first `end - start` characters.
+    With `whole=False` the text shows only the chunk's first `end - start` characters. A tuple, for a long prompt has
+    hundreds of them.
     """
 
     chunk_id: ChunkId

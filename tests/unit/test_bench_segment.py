@@ -62,13 +62,13 @@ def test_the_oracle_knows_good_answers_from_bad_ones() -> None:
     start = prompt.index(inner)
     bad = {
         "instead of": good[:1],
-        "no such chunk": [*good[:1], replace(good[1], start=good[1].start + 1), *good[2:]],
-        "no beginning": [*good[:2], replace(good[2], start=good[2].start + 1)],
+        "no such chunk": [*good[:1], good[1]._replace(start=good[1].start + 1), *good[2:]],
+        "no beginning": [*good[:2], good[2]._replace(start=good[2].start + 1)],
         "an overlap": [good[0], Occurrence(chunk_id(inner), start, start + len(inner)), *good[1:]],
     }
     for fault, answer in bad.items():
         assert any(fault in found for found in matcher.faults(prompt, answer, cut_loss=CUT_LOSS)), fault
-    short = replace(good[2], end=good[2].start + CUT_LOSS)
+    short = good[2]._replace(end=good[2].start + CUT_LOSS)
     assert matcher.faults(prompt, [*good[:2], short], cut_loss=CUT_LOSS)
 
 

@@ -186,7 +186,11 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         tier = self._tier_of(key)
         if tier == DISK and self._is_reading_enough():
             return None, False
-        if tier is None or (request.request_id not in self._early and not self._is_loading_faster(tier, child)):
+        if tier is None:
+            return 0, False
+        num_tokens = child["num_tokens"]
+        is_faster = self.speeds.is_loading_faster(tier, num_tokens * self.token_bytes, num_tokens)
+        if not is_faster and request.request_id not in self._early:
             return 0, False
         return end - num_computed_tokens, True
 
@@ -399,20 +403,6 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether what is being read from disk into memory beside the tier is as much as that may be."""
         unplaced = (job.num_bytes for job in self._jobs.values() if job.source == DISK and job.place is None)
         return sum(unplaced) > MOST_UNPLACED_BYTES
-
-    def _is_loading_faster(self, tier: str, child: wire.WireChild) -> bool:
-        loads = [job for job in self._jobs.values() if job.source == tier]
-        computing = (
-            max(0, request.num_prompt_tokens - request.num_computed_tokens)
-            for request in (child.request for child in self._children.values())
-        )
-        return self.speeds.is_loading_faster(
-            tier,
-            child["num_tokens"] * self.token_bytes,
-            child["num_tokens"],
-            bytes_ahead=sum(job.num_bytes for job in loads),
-            tokens_ahead=sum(computing),
-        )
 
     def _count_look_up(self, key: ChunkKey, *, is_loaded: bool) -> None:
         if self._shelf is not None:

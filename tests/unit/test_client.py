@@ -598,16 +598,6 @@ def test_notes_of_kv_are_believed_while_most_of_it_is_on_disk_or_a_budget_says_w
     assert len(engine.requests) == 3 + warmed
 
 
-def test_kv_that_is_resident_already_is_noted_as_kv_that_is_computed(connect: Connect) -> None:
-    """It came into the pool by a prompt, which left it on disk."""
-    rag, _ = connect(store="kb")
-    shelve(rag, A)
-    leave_kv()
-    assert sources(rag, prompt_of(A)) == (COMPUTED,)
-    assert [shelve(rag, A, warm=True).warmed for _ in range(2)] == [1, 0]
-    assert shelve(connect(store="kb")[0], A, warm=True).warmed == 0
-
-
 def test_another_preamble_is_other_kv(connect: Connect) -> None:
     leave_kv()
     brief = connect(store="kb", mode="prefix", preamble="Be brief.")[0]

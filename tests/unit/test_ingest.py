@@ -582,8 +582,8 @@ def test_each_engine_has_its_own_warm_chunks_and_an_unnamed_one_has_none(store, 
         assert len(engine.warmed) == count
 
 
-@pytest.mark.parametrize(("sources", "again"), [((COMPUTED,), 0), ((DISK,), 0), ((HBM,), 0), ((), 1)], ids=str)
-def test_what_the_engine_holds_is_noted_and_what_it_took_for_ordinary_text_is_not(store, docs, sources, again):
+@pytest.mark.parametrize(("sources", "again"), [((COMPUTED,), 0), ((DISK,), 0), ((HBM,), 1), ((), 1)], ids=str)
+def test_what_is_kept_is_noted_and_what_is_in_memory_alone_or_ordinary_text_is_not(store, docs, sources, again):
     def warm(chunks):
         for id, ids in chunks:
             yield id, Reuse(len(ids), 0, sources)

@@ -191,7 +191,8 @@ class Deviations:
             except (ImportError, OSError, ValueError, AttributeError) as error:
                 raise ConfigError(
                     "Where the chunks' KV differs most cannot be measured:",
-                    why=f"transformers cannot load the first layers of {self._folder} ({error}).",
+                    # Clients of a server may ask for this mode, and need not learn where its models are.
+                    why=f"transformers cannot load the model's first layers ({type(error).__name__}).",
                     fix="Use a mode without recompute; first_k needs no measurement.",
                 ) from error
         return self._model

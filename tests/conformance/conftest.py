@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from lazyrag.backend.fake import FakeEngine
 from lazyrag.backend.server import app as server_app
 from lazyrag.backend.server.app import bound, run
 from lazyrag.backend.server.auth import Keys
-from lazyrag.client import LazyRAG
+from lazyrag.client import LazyRAG, close_engines
 from lazyrag.ingest import Summary
 from lazyrag.types import Document
 
@@ -39,6 +41,7 @@ NO_TOOLS = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+REAL_MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", Path(__file__).parents[2] / ".models" / "smollm2-135m-fp32"))
 CONTEXT = 4096
 WORDS = str.split(
     "the of and a to in river bridge keeper letter stone market winter harbour under early light north "
@@ -61,6 +64,36 @@ def mode() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LAZYRAG_MODE", "lazy")
         yield
+
+
+@pytest.fixture
+def llama_index_settings() -> Iterator[None]:
+    """LlamaIndex's settings are global; a test gets them back as they were."""
+    from llama_index.core import Settings
+
+    before = dict(vars(Settings))
+    yield
+    vars(Settings).update(before)
+
+
+@pytest.fixture(scope="module")
+def real_model(mode: None) -> Iterator[None]:
+    """Settings with a small real model, the same for all tests, so that one engine serves them."""
+    if not (REAL_MODEL / "config.json").exists():
+        pytest.skip(f"no model in {REAL_MODEL}: type make .models/{REAL_MODEL.name}/config.json")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in [name for name in os.environ if name.startswith("LAZYRAG_")]:
+            patch.delenv(variable)
+        patch.setenv("LAZYRAG_MODEL", str(REAL_MODEL))
+        patch.setenv("LAZYRAG_MODE", "lazy")
+        patch.setenv("LAZYRAG_EMBEDDER", "hash")
+        patch.setenv("LAZYRAG_KV_DISK", "false")
+        patch.setenv("LAZYRAG_KV_CACHE_BYTES", "256MiB")
+        patch.setenv("LAZYRAG_MAX_MODEL_LEN", "2048")
+        patch.setattr(LazyRAG, "_shared", {})
+        yield
+        close_engines()
+    gc.collect()  # while the test's own filters of warnings hold
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import runpy
 import sys
@@ -14,10 +13,11 @@ from typing import Any
 import pytest
 
 from lazyrag.backend.server.app import create_app
-from lazyrag.client import LazyRAG, close_engines
+from lazyrag.client import LazyRAG
 from lazyrag.ingest import Summary
 
 pytestmark = [
+    pytest.mark.usefixtures("real_model"),
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore:`torch"),
     # vLLM leaves one behind when it is shut down.
@@ -28,29 +28,8 @@ pytestmark = [
 
 REPO = Path(__file__).parents[2]
 EXAMPLES = REPO / "examples"
-MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", REPO / ".models" / "smollm2-135m-fp32"))
 REUSED = re.compile(r"(\d+) of (\d+) prompt tokens reused")
 Run = Callable[..., str]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings() -> Iterator[None]:
-    """The same for all, so that one engine serves them; and nothing of the developer's own."""
-    if not (MODEL / "config.json").exists():
-        pytest.skip(f"no model in {MODEL}: type make .models/smollm2-135m-fp32/config.json")
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in [name for name in os.environ if name.startswith("LAZYRAG_")]:
-            patch.delenv(variable)
-        patch.setenv("LAZYRAG_MODEL", str(MODEL))
-        patch.setenv("LAZYRAG_EMBEDDER", "hash")
-        patch.setenv("LAZYRAG_MODE", "lazy")
-        patch.setenv("LAZYRAG_KV_DISK", "false")
-        patch.setenv("LAZYRAG_KV_CACHE_BYTES", "256MiB")
-        patch.setenv("LAZYRAG_MAX_MODEL_LEN", "2048")
-        patch.setattr(LazyRAG, "_shared", {})
-        yield
-        close_engines()
-    gc.collect()  # while the filters above hold
 
 
 @pytest.fixture

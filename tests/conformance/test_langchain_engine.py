@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from lazyrag.client import LazyRAG, close_engines
 from lazyrag.integrations.langchain import ChatLazyRAG
 
 pytestmark = [
+    pytest.mark.usefixtures("real_model"),
     pytest.mark.engine,
     # vLLM's own, while it starts and stops.
     pytest.mark.filterwarnings("ignore:`torch"),
@@ -27,28 +25,7 @@ pytestmark = [
 
 REPO = Path(__file__).parents[2]
 EXAMPLES = REPO / "examples"
-MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", REPO / ".models" / "smollm2-135m-fp32"))
 REUSED = re.compile(r"(\d+) of (\d+) prompt tokens reused")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings() -> Iterator[None]:
-    """The same for all, so that one engine serves them; and nothing of the developer's own."""
-    if not (MODEL / "config.json").exists():
-        pytest.skip(f"no model in {MODEL}: type make .models/smollm2-135m-fp32/config.json")
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in [name for name in os.environ if name.startswith("LAZYRAG_")]:
-            patch.delenv(variable)
-        patch.setenv("LAZYRAG_MODEL", str(MODEL))
-        patch.setenv("LAZYRAG_MODE", "lazy")
-        patch.setenv("LAZYRAG_EMBEDDER", "hash")
-        patch.setenv("LAZYRAG_KV_DISK", "false")
-        patch.setenv("LAZYRAG_KV_CACHE_BYTES", "256MiB")
-        patch.setenv("LAZYRAG_MAX_MODEL_LEN", "2048")
-        patch.setattr(LazyRAG, "_shared", {})
-        yield
-        close_engines()
-    gc.collect()  # while the filter above holds
 
 
 # ---------------------------------------------------------------- LangChain's suite

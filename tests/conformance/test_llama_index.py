@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from lazyrag.integrations.llama_index.convert import to_messages
 
 Connect = Callable[..., Any]
 
+pytestmark = pytest.mark.usefixtures("llama_index_settings")
+
 WHOLE = [
     ResponseMode.COMPACT,
     ResponseMode.REFINE,
@@ -59,14 +61,6 @@ QUERY = "Which way does the river run?"
 
 def saying(text: str) -> Callable[[Request], str]:
     return lambda request: text
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """LlamaIndex's settings are global; each test gets them back as they were."""
-    before = dict(vars(Settings))
-    yield
-    vars(Settings).update(before)
 
 
 def nodes_of(passages: Sequence[str], metadata: bool) -> list[NodeWithScore]:

@@ -52,16 +52,10 @@ from lazyrag.integrations.llama_index import (
 from lazyrag.retrievers.embed import HashEmbedder
 from lazyrag.types import chunk_id
 
+pytestmark = pytest.mark.usefixtures("llama_index_settings")
+
 Connect = Callable[..., Any]
 EMBEDDER = HashEmbedder()
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Any:
-    """LlamaIndex's settings are global; each test gets them back as they were."""
-    before = dict(vars(Settings))
-    yield
-    vars(Settings).update(before)
 
 
 @pytest.fixture

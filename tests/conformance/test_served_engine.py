@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.engine]
@@ -23,15 +25,9 @@ PATIENCE_S = 300
 
 def children(pid: int) -> list[int]:
     """Every process below this one."""
-    direct = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = status.read_text().rpartition(")")[2].split()[1]
-        except (OSError, IndexError):
-            continue
-        if int(parent) == pid:
-            direct.append(int(status.parent.name))
-    return [one for child in direct for one in (child, *children(child))]
+    with suppress(psutil.NoSuchProcess):
+        return [below.pid for below in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def test_an_engine_that_dies_is_started_again_and_its_chunks_are_still_there(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 REPO = Path(__file__).parents[2]
 TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async"]
 FROM_DISK = ["tests/engine/test_from_disk.py", "-k", "sink"]
+PLANNER = ["tests/unit/test_plan.py"]
 
 
 class Mutation(NamedTuple):
@@ -30,9 +31,11 @@ class Mutation(NamedTuple):
 
 
 ATTENTION = "backend/plugin/attention_cpu.py"
+CONNECTOR = "backend/tiers/connector.py"
 HASHING = "backend/hashing.py"
 LAYOUT = "backend/layout.py"
 METADATA = "backend/plugin/metadata.py"
+PLAN = "lazyrag/plan.py"
 REQUESTS = "backend/plugin/requests.py"
 SDPA = "kernels/sdpa.py"
 
@@ -60,6 +63,23 @@ MUTATIONS = {
     ],
     "sink not in the key on disk": [
         Mutation(REQUESTS, "chunk_key(content.token_ids, prefix=behind,", "chunk_key(content.token_ids, prefix=(),")
+    ],
+    "sink ignored for KV on disk": [
+        Mutation(
+            CONNECTOR,
+            'start = (child["first_token"] + first_token) // self._block_size',
+            "start = first_token // self._block_size",
+        ),
+        Mutation(
+            CONNECTOR,
+            'end = (child["first_token"] + self._padded(child["num_tokens"])) // self._block_size',
+            'end = self._padded(child["num_tokens"]) // self._block_size',
+        ),
+    ],
+    "planner ignores first_k": [Mutation(PLAN, "head = min(mode.first_k, num_tokens)", "head = 0")],
+    "planner recomputes what differs least": [Mutation(PLAN, "(-score(start), start)", "(score(start), start)")],
+    "planner recomputes what first_k computes": [
+        Mutation(PLAN, "[start for start in starts if start >= head]", "list(starts)")
     ],
     "a part of a chunk takes the chunk's first blocks": [
         Mutation(REQUESTS, "first = segment.offset // self._block_size", "first = 0")
@@ -134,7 +154,8 @@ def main() -> None:
             root = copy_of_repo(folder)
             for mutation in MUTATIONS.get(name, []):
                 apply(root, mutation)
-            failed, passed, last = run_tests(root, FROM_DISK if "disk" in name else TESTS)
+            tests = FROM_DISK if "disk" in name else PLANNER if name.startswith("planner") else TESTS
+            failed, passed, last = run_tests(root, tests)
         print(f"{name:50s} {failed:3d} of {failed + passed} tests fail", flush=True)
         if bool(failed) != (name in MUTATIONS) or not failed + passed:
             survivors.append(f"{name}: {last}")

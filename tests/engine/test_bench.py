@@ -15,7 +15,7 @@ import pytest
 def test_a_quick_run_passes_the_gate_and_reports_every_arm(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = ["bench", "--shape", "tiny", "--quick", "--rounds", "1", "--json", "--out", str(out)]
-    metrics = ["--metrics", "ttft_hot_literals,ttft_first_k,decode_step,ingest,table11_ttft"]
+    metrics = ["--metrics", "ttft_hot_literals,ttft_first_k,ttft_few_shot,decode_step,ingest,table11_ttft"]
     code = "import sys; from lazyrag.cli import main; sys.argv[0] = 'lazyrag'; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *command, *metrics],
@@ -35,6 +35,7 @@ def test_a_quick_run_passes_the_gate_and_reports_every_arm(tmp_path: Path) -> No
     assert {(row["metric"], row["arm"]) for row in values["rows"]} == {
         *(("ttft_hot_literals", arm) for arm in ("lazy", "perfect", "prefix", "recompute")),
         *(("ttft_first_k", arm) for arm in ("first-k", "lazy", "perfect", "prefix")),
+        *(("ttft_few_shot", arm) for arm in ("lazy", "perfect", "prefix", "recompute")),
         *(("decode_step", arm) for arm in ("lazy", "perfect")),
         *(("ingest", arm) for arm in ("lazy", "stock")),
         *(("table11_ttft", arm) for arm in ("lazy", "prefix", "prefix-reorder")),

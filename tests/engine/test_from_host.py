@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves one behind
 ]
 NUM_TOKENS = 8
-PREFIX_LEN = 19
+BEHIND = {"alone": {}, "behind a preamble": {"prefix": 19}, "behind a sink": {"sink": 4}}
+"""Tokens that the chunks are computed behind."""
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +54,24 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 class Asking:
     """Prompts of chunks, compared with the oracle."""
 
-    def __init__(self, engine: LocalEngine, oracle: Oracle, prefix: list[int], seed: int) -> None:
-        self.engine, self.oracle, self.prefix, self.text = engine, oracle, prefix, Text(seed)
+    def __init__(self, engine: LocalEngine, oracle: Oracle, behind: dict[str, list[int]], seed: int) -> None:
+        self.engine, self.oracle, self.behind, self.text = engine, oracle, behind, Text(seed)
         self.chunks = [Use(self.text(n)) for n in (37, 64, 5, 90)]
 
-    def __call__(self, *numbers: int) -> tuple[str, ...]:
-        """The sources of these chunks."""
-        parts = [part for number in numbers for part in (self.text(3), self.chunks[number])]
-        prompt = Prompt([*parts, self.text(9)], self.prefix)
+    def __call__(self, *numbers: int, in_part: int | None = None) -> tuple[str, ...]:
+        """The sources of these chunks; of one of them, the first block and another one are computed in their place."""
+        parts: list[list[int] | Use] = []
+        for number in numbers:
+            chunk = self.chunks[number].chunk
+            split = [chunk[:16], Use(chunk, 16, 32, whole=True), chunk[48:64], Use(chunk, 64, whole=True)]
+            parts += [self.text(3), *(split if number == in_part else [self.chunks[number]])]
+        prompt = Prompt([*parts, self.text(9)], **self.behind)
         request = Request(
             token_ids=prompt.token_ids,
-            segments=[Segment("", span.start, span.num_tokens, span.offset) for span in prompt.spans],
+            segments=[Segment("", s.start, s.num_tokens, s.offset, s.chunk_tokens) for s in prompt.spans],
             prefix_len=len(prompt.prefix),
             sampling=Sampling(max_tokens=NUM_TOKENS, logprobs=3, ignore_eos=True),
+            sink=prompt.sink,
         )
         (answer,) = generate(self.engine, [request])
         assert isinstance(answer, Delta), answer
@@ -82,17 +88,18 @@ class Asking:
         return [(f"{number}", list(self.chunks[number].chunk)) for number in numbers]
 
 
-@pytest.mark.parametrize("prefix_len", [0, PREFIX_LEN], ids=["alone", "behind a preamble"])
-def test_every_tier_gives_the_oracles_answers(engine: LocalEngine, tiny_oracle: Oracle, prefix_len: int) -> None:
-    ask = Asking(engine, tiny_oracle, Text(1)(prefix_len), 50 + prefix_len)
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
+def test_every_tier_gives_the_oracles_answers(engine: LocalEngine, tiny_oracle: Oracle, behind: dict[str, int]) -> None:
+    text = Text(1)
+    ask = Asking(engine, tiny_oracle, {name: text(n) for name, n in behind.items()}, 50 + sum(behind.values()))
     assert ask(0, 1, 2, 3) == ("computed",) * 4
     ask.flood()
-    assert ask(3, 1, 0) == ("host",) * 3
+    assert ask(3, 1, 0, in_part=3) == ("host",) * 4
     assert ask(2, 3) == ("host", "hbm"), "of several tiers in one prompt"
 
     ask.flood()
     before = engine.stats()["prefetch"]
-    engine.prefetch(ask.pairs(0, 1, 3), prefix=ask.prefix)
+    engine.prefetch(ask.pairs(0, 1, 3), **ask.behind)
     generate(engine, [Request(ask.text(20), sampling=Sampling(max_tokens=20, ignore_eos=True))])
     sources = ask(1, 3, 0)
     after = engine.stats()["prefetch"]

@@ -1,22 +1,28 @@
-"""The gate lets a mode pass that is good enough, and refuses the same mode when its attention is broken."""
+"""What is measured of a mode is what the oracle says; the gate refuses a mode whose attention is broken."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
-from engines import Config
+from engines import MAX_DEVIATION, Config
+from oracle import Oracle, Prompt, Use
 
 from lazyrag.backend import local, wire
 from lazyrag.backend.engine import Cancel, Deliver, EngineInfo, Request
 from lazyrag.backend.layout import Span
+from lazyrag.client import LazyRAG
 from lazyrag.config import Config as Settings
 from lazyrag.kernels import sdpa
 from lazyrag.quality import calibrate as gate
+from lazyrag.quality.ask import prompt
 from lazyrag.quality.calibrate import Bound, calibrate
-from lazyrag.quality.data import Passage, Question
+from lazyrag.quality.data import Passage, Question, draw, load
+from lazyrag.quality.evaluate import evaluate
 from lazyrag.tokens import Tokenizer
 
 MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", Path(__file__).parents[2] / ".models" / "smollm2-135m-fp32"))
@@ -77,6 +83,67 @@ def questions() -> list[Question]:
         Question(colour, f"What is the code of the {colour} door?", (code,), tuple(passages[n:] + passages[:n]))
         for n, (colour, code) in enumerate(asked)
     ]
+
+
+NEWS = {
+    "The central bank left its rates where they were, and shares of lenders rose a little before noon. Traders had "
+    "expected a cut in the spring, and speak of one in the autumn, if prices in the shops go on falling.": "Business",
+    "The visitors scored twice in the last minutes, and the home side's keeper left the field in tears. It was the "
+    "fourth defeat in a row, and the coach said that he would name another team for the cup on Sunday.": "Sports",
+    "Ministers of both countries met at the border and agreed to open the two crossings in the north. They had been "
+    "closed for eleven years, and the first lorries are to pass them in the week after the elections.": "World",
+}
+
+
+@pytest.fixture
+def few_shot(tmp_path) -> Path:
+    """Questions with the same solved examples in front of them, each in another order."""
+    examples = [f"Text: {text}\nTopic: {topic}" for text, topic in NEWS.items()]
+    asked = {"The striker will miss the cup final.": "Sports", "The treaty was signed in the old palace.": "World"}
+    rows = [
+        {"question": f"Text: {text}\nTopic:", "answers": [topic], "examples": examples[:: 1 - 2 * n]}
+        for n, (text, topic) in enumerate(asked.items())
+    ]
+    path = tmp_path / "news.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def parts_of(plan) -> Prompt:
+    """What the oracle is asked for a plan."""
+    parts = []
+    for piece in plan.pieces:
+        tokens, at = list(piece.token_ids), 0
+        for start, end in piece.reused:
+            parts += [tokens[at:start], Use(tokens, start, end - start, whole=True)]
+            at = end
+        parts.append(tokens[at:])
+    return Prompt([part for part in parts if not isinstance(part, list) or part], sink=list(plan.sink))
+
+
+@pytest.mark.parametrize("engine", [Config("real")], ids=str, indirect=True)
+def test_examples_in_any_order_are_measured_as_the_oracle_says(engine, few_shot):
+    modes = ["exact", "lazy", "sink+first_k=16+recompute=0.3"]
+    asked = draw(load(few_shot), passages=len(NEWS))
+    result = evaluate(
+        Settings(str(MODEL)), MODEL, asked, modes, start=lambda settings, folder: Seam(engine, settings.mode)
+    )
+    oracle = Oracle(MODEL)
+    rag = LazyRAG(Settings(str(MODEL), mode="lazy"), engine=Seam(engine, "lazy"))
+    rag.register([passage.text for passage in asked[0].passages])
+    for mode in modes:
+        for question, reply in zip(asked, result.arms[mode].replies, strict=True):
+            plan = rag.plan(prompt(rag, question, chat=True), mode=mode)
+            assert len(plan.segments) >= (0 if mode == "exact" else len(NEWS))
+            answer = rag.tokenizer.encode_plain(f" {question.answers[0]}")
+            expected = oracle.logprobs(parts_of(plan), answer)
+            assert reply.logprob == pytest.approx(
+                fmean(expected[step, token].item() for step, token in enumerate(answer)), abs=MAX_DEVIATION
+            )
+    anew = [reply.recomputed_tokens for reply in result.arms[modes[-1]].replies]
+    assert 16 * len(NEWS) < anew[0] == anew[1] <= 32 * len(NEWS), "of each example its first block and another one"
+    means = [fmean(reply.logprob for reply in result.arms[mode].replies) for mode in modes]
+    assert len({round(value, 2) for value in means}) == len(modes), "what could not be told apart proves nothing"
 
 
 def run(engine, out):

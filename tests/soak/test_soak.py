@@ -17,12 +17,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from oracle import Oracle, Prompt, Use
@@ -108,15 +109,9 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    direct = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = status.read_text().rpartition(")")[2].split()[1]
-        except (OSError, IndexError):
-            continue
-        if int(parent) == pid:
-            direct.append(int(status.parent.name))
-    return [one for child in direct for one in (child, *descendants(child))]
+    with suppress(psutil.NoSuchProcess):
+        return [below.pid for below in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 @contextmanager

@@ -607,6 +607,10 @@ def test_recompute_computes_the_blocks_with_the_highest_scores(
     both = make_planner(mode="lazy+first_k=16+recompute=0.25", scores=scores).plan_text(prompt).pieces[0]
     assert both.computed[0] == (0, BLOCK)
     assert (5 * BLOCK, 6 * BLOCK) in [(b, b + BLOCK) for start, end in both.computed for b in range(start, end, BLOCK)]
+    in_both = [t // BLOCK for start, end in both.computed for t in range(start, end, BLOCK)]
+    assert len(in_both) == 1 + int((num_blocks[0] - 1) * 0.25 + 0.5), "the share is of the blocks behind the first"
+    unscored = make_planner(mode="lazy+first_k=16+recompute=0.25").plan_text(prompt).pieces[0]
+    assert unscored.computed == ((0, len(in_both) * BLOCK),)
 
 
 def test_a_mode_can_be_chosen_for_one_prompt(make_planner: Callable[..., Planner], chunks: list[str]) -> None:

@@ -123,7 +123,7 @@ def parts_of(plan) -> Prompt:
 
 @pytest.mark.parametrize("engine", [Config("real")], ids=str, indirect=True)
 def test_examples_in_any_order_are_measured_as_the_oracle_says(engine, few_shot):
-    modes = ["exact", "lazy", "sink+first_k=16+recompute=0.3"]
+    modes = ["exact", "sink+first_k=16+recompute=0.3"]
     asked = draw(load(few_shot), passages=len(NEWS))
     result = evaluate(
         Settings(str(MODEL)), MODEL, asked, modes, start=lambda settings, folder: Seam(engine, settings.mode)

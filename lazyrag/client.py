@@ -1242,7 +1242,11 @@ def model_folder(name: str) -> Path:
     if (path / "config.json").is_file():
         return path.resolve()
     if path.exists() or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{name} is no model folder:", why="it holds no config.json.")
+        raise ConfigError(
+            f"{name} is no model folder:",
+            why="it holds no config.json." if path.exists() else "there is nothing of that name.",
+            fix="Name the folder of a Hugging Face checkpoint, or a model that `hf download` has fetched.",
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -962,6 +962,28 @@ def test_what_is_measured_to_be_slower_is_left_alone(
     assert found == ["computed", tier, tier if slow == "computing" else "computed"]
 
 
+def test_files_are_read_while_the_model_computes(
+    folder: Path, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed(folder, A)
+    engine = Engine(folder, **order)
+    is_reading, load, forward = threading.Event(), engine.workers[0].connector.disk.load, engine.forward
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        is_reading.set()
+        return load(*args, **kwargs)
+
+    def compute(*args: Any) -> None:
+        assert is_reading.wait(30), "a pass that needs no load has to end before the load begins"
+        forward(*args)
+
+    monkeypatch.setattr(engine.workers[0].connector.disk, "load", read)
+    monkeypatch.setattr(engine, "forward", compute)
+    engine.ask(A, B)
+    engine.run()
+    assert engine.sources() == ["disk", "computed"]
+
+
 def test_reads_without_a_place_in_host_memory_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them needs a buffer of its own until it is in the pool."""
     warmed(folder, A, B, C)

@@ -94,6 +94,7 @@ MIGRATIONS: Sequence[Migration] = (
             num_bytes INTEGER NOT NULL
         ) WITHOUT ROWID""",
     ),
+    ("CREATE INDEX documents_pinned ON documents (namespace) WHERE pinned",),
 )
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from json import JSONDecodeError
 from multiprocessing import spawn
 from pathlib import Path
@@ -42,6 +43,7 @@ from lazyrag.backend.engine import (
 )
 from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.backend.layout import Span, check_spans, take_apart
+from lazyrag.backend.spawned import quieten
 from lazyrag.backend.tiers.disk import DiskTier
 from lazyrag.backend.tiers.policy import POLICIES
 from lazyrag.errors import (
@@ -60,6 +62,7 @@ CPU_KV_BYTES = 1 << 30
 CPU_BLOCK = 32
 THREAD = "lazyrag-engine"
 PLUGIN = "lazyrag.backend.plugin"
+SPAWNED = "lazyrag.backend.spawned"
 REUSED = (HBM, HOST, DISK)
 
 T = TypeVar("T")
@@ -142,13 +145,13 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name=THREAD, daemon=True)
         self._thread.start()
         try:
-            with starting() as refusals:
+            with starting() as start:
                 try:
                     self._info = self._wait(self._start(arguments))
                 except errors.LazyRAGError:
                     raise
                 except Exception as error:
-                    raise start_error(error, refusals.read_text(encoding="utf-8")) from error
+                    raise start.error(error) from error
         except BaseException:
             self._stop_loop()
             raise
@@ -424,6 +427,7 @@ def prepare_process() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what concerns the user is raised or logged by LazyRAG
     # A process that has used torch may hold OpenMP threads, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    quieten()
 
 
 def device_arguments(arguments: Mapping[str, Any], mode: ReuseMode) -> dict[str, Any]:
@@ -505,18 +509,6 @@ def connector_arguments(
     }
 
 
-def start_error(error: Exception, refusals: str) -> EngineStartError:
-    """What the user is told of a start that failed inside vLLM.
-
-    Args:
-        error: what came up in this process.
-        refusals: what the plugin wrote in one of vLLM's processes; empty if it refused nothing.
-    """
-    if refusals:
-        return errors.UnsupportedError(refusals)
-    return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log above names the cause.")
-
-
 def explanation(error: Exception) -> str:
     """What an exception says; of pydantic's, without its dump of everything that was given."""
     if isinstance(error, ValidationError):
@@ -527,39 +519,85 @@ def explanation(error: Exception) -> str:
 _starting = threading.Lock()
 
 
-@contextmanager
-def starting() -> Iterator[Path]:
-    """What holds for this process while an engine's processes are started, one engine at a time.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an engine's processes write while they are started.
 
-    Yields the file in which the plugin says why it refuses (`wire.REFUSALS`).
+    Attributes:
+        refusals: file in which the plugin says why it refuses (`wire.REFUSALS`).
+        log: file for all that vLLM logs.
+    """
+
+    refusals: Path
+    log: Path
+
+    def error(self, error: Exception) -> EngineStartError:
+        """What the user is told of a start that failed inside vLLM. The log is kept, unless the reason is known.
+
+        Args:
+            error: what came up in this process.
+        """
+        if refused := self.refusals.read_text(encoding="utf-8"):
+            return errors.UnsupportedError(refused)
+        fix = "vLLM's log above names the cause."
+        if self.log.exists():
+            with tempfile.NamedTemporaryFile(prefix="lazyrag-vllm-", suffix=".log", delete=False) as kept:
+                kept.write(self.log.read_bytes())
+            fix = f"vLLM's log names the cause: {kept.name}"
+        return EngineStartError("The engine could not start.", why=str(error), fix=fix)
+
+
+def logging_settings(log: Path) -> dict[str, Any]:
+    """Python's logging settings for vLLM: errors to stderr, and everything into a file."""
+    handler = {"formatter": "line"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(levelname)s %(asctime)s %(process)d [%(name)s:%(lineno)d] %(message)s"}},
+        "handlers": {
+            "file": {**handler, "class": "logging.FileHandler", "filename": str(log), "level": "INFO"},
+            "stderr": {**handler, "class": "logging.StreamHandler", "stream": "ext://sys.stderr", "level": "ERROR"},
+        },
+        "loggers": {"vllm": {"handlers": ["file", "stderr"], "level": "INFO", "propagate": False}},
+    }
+
+
+@contextmanager
+def starting() -> Iterator[Start]:
+    """What holds for this process while an engine's processes are started, one engine at a time.
 
     A spawned process runs the main script again, up to where it would start the engine again, if that script has no
     `if __name__ == "__main__"`. The engine needs nothing of that script, so what the engine's thread tells its children
-    leaves it out.
+    names a module of ours instead.
     """
     stock = spawn.get_preparation_data
 
     def without_main(name: str) -> dict[str, Any]:
         data = stock(name)
         if threading.current_thread().name == THREAD:
-            data.pop("init_main_from_name", None)
             data.pop("init_main_from_path", None)
+            data["init_main_from_name"] = SPAWNED
         return data
 
     with _starting, tempfile.TemporaryDirectory(prefix="lazyrag-") as folder:
-        refusals = Path(folder) / "refusals"
-        refusals.touch()
+        start = Start(Path(folder) / "refusals", Path(folder) / "vllm.log")
+        start.refusals.touch()
+        settings = Path(folder) / "logging.json"
+        settings.write_text(json.dumps(logging_settings(start.log)), encoding="utf-8")
         before = dict(os.environ)
-        os.environ[wire.REFUSALS] = str(refusals)
+        os.environ[wire.REFUSALS] = str(start.refusals)
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # vLLM's own imports cause some
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and its kernels tell to which memory they are bound
+        if os.environ.get("VLLM_LOGGING_LEVEL") == "ERROR":  # nobody has asked for more
+            os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(settings))
         spawn.get_preparation_data = without_main
         try:
-            yield refusals
+            yield start
         finally:
             spawn.get_preparation_data = stock
-            for name in (wire.REFUSALS, "PYTHONWARNINGS"):
+            for name in (wire.REFUSALS, "PYTHONWARNINGS", "TORCH_CPP_LOG_LEVEL", "VLLM_LOGGING_CONFIG_PATH"):
                 if name not in before:
-                    del os.environ[name]
+                    os.environ.pop(name, None)
 
 
 # ---------------------------------------------------------------- one request

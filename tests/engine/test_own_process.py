@@ -72,6 +72,7 @@ def run(batches, max_tokens):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr == "", "nothing is wrong, so nobody needs to be told"
     return json.loads(done.stdout)
 
 

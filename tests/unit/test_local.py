@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
-from multiprocessing import spawn
+from importlib.util import find_spec
+from logging.config import dictConfig
+from multiprocessing import get_context, spawn
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from lazyrag.backend import local, wire
 from lazyrag.backend.engine import Request
+from lazyrag.backend.spawned import UNASKED
 from lazyrag.errors import (
     CapacityError,
     EngineDeadError,
@@ -65,13 +71,40 @@ def test_whatever_ends_a_request_is_an_engine_error(error: Exception, kind: type
     assert says in str(told)
 
 
-def test_a_failed_start_names_every_refusal_or_its_cause() -> None:
+def test_a_failed_start_names_every_refusal_or_keeps_the_log_that_names_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
     refusals = "LazyRAG cannot run:\n  - one\n  - two"
-    told = local.start_error(RuntimeError("engine core died"), refusals)
-    assert (type(told), str(told)) == (UnsupportedError, refusals)
-    told = local.start_error(RuntimeError("out of memory"), "")
+    with local.starting() as start:
+        start.refusals.write_text(refusals)
+        start.log.write_text("all of it")
+        told = start.error(RuntimeError("engine core died"))
+    assert (type(told), str(told), list(tmp_path.iterdir())) == (UnsupportedError, refusals, [])
+    with local.starting() as start:
+        start.log.write_text("all of it")
+        told = start.error(RuntimeError("out of memory"))
     assert type(told) is EngineStartError
     assert "out of memory" in str(told)
+    (kept,) = tmp_path.iterdir()
+    assert told.fix == f"vLLM's log names the cause: {kept}"
+    assert kept.read_text() == "all of it"
+
+
+def test_errors_of_vllm_go_to_stderr_and_everything_to_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = local.logging_settings(tmp_path / "log")
+    settings["loggers"] = {"test of vllm": settings["loggers"]["vllm"]}
+    dictConfig(settings)
+    logger = logging.getLogger("test of vllm")
+    logger.info("starts")
+    logger.error("failed")
+    assert [line.rpartition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()] == ["starts", "failed"]
+    assert [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()] == ["failed"]
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers.clear()
 
 
 def test_a_validation_error_is_told_without_what_was_given() -> None:
@@ -117,13 +150,24 @@ def test_a_users_additional_config_keeps_lazyrags() -> None:
 
 def test_the_environment_is_as_it_was_once_an_engine_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     before, stock = dict(os.environ), spawn.get_preparation_data
-    with local.starting() as refusals:
-        assert refusals.read_text() == ""
-        assert os.environ[wire.REFUSALS] == str(refusals)
+    with local.starting() as start:
+        assert start.refusals.read_text() == ""
+        assert os.environ[wire.REFUSALS] == str(start.refusals)
+        assert json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text()) == local.logging_settings(start.log)
     assert dict(os.environ) == before
     assert spawn.get_preparation_data is stock
-    assert not refusals.exists()
+    assert not start.refusals.exists()
+
+
+@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"])
+def test_who_tells_vllm_how_to_log_is_obeyed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv(name, "INFO")
+    before = {name: value for name, value in os.environ.items() if name.startswith("VLLM_LOGGING")}
+    with local.starting():
+        assert {name: value for name, value in os.environ.items() if name.startswith("VLLM_LOGGING")} == before
 
 
 def test_only_the_engines_children_do_without_the_main_script() -> None:
@@ -138,8 +182,35 @@ def test_only_the_engines_children_do_without_the_main_script() -> None:
             thread.start()
             thread.join()
     main = {"init_main_from_name", "init_main_from_path"}
-    assert not found[local.THREAD].keys() & main
+    assert {key: found[local.THREAD][key] for key in found[local.THREAD].keys() & main} == {
+        "init_main_from_name": local.SPAWNED
+    }
+    assert find_spec(local.SPAWNED)
     assert found["another"].keys() & main
+
+
+def test_spawned_processes_and_theirs_say_nothing_that_concerns_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    levels = "[logging.getLogger(name).level for name in UNASKED]"
+    note = f"import logging; from lazyrag.backend.spawned import UNASKED; open({{}}, 'a').write(str({levels}))"
+    child, grandchild = (note.format(repr(str(tmp_path / name))) for name in ("child", "grandchild"))
+    spawning = (
+        f"import multiprocessing as m; p = m.get_context('spawn').Process(target=exec, args=({grandchild!r}, {{}}))"
+    )
+
+    def start() -> None:
+        process = get_context("spawn").Process(target=exec, args=(f"{child}\n{spawning}; p.start(); p.join()", {}))
+        process.start()
+        process.join()
+
+    with local.starting():
+        thread = threading.Thread(target=start, name=local.THREAD)
+        thread.start()
+        thread.join()
+    wanted = str([logging.ERROR] * len(UNASKED))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"child": wanted, "grandchild": wanted}
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_lengths() -> None:

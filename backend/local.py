@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -519,6 +520,10 @@ def explanation(error: Exception) -> str:
 _starting = threading.Lock()
 
 
+_CAUSE = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): .+", re.MULTILINE)
+"""How the first traceback in a log ends. What comes up in this process says only that a child died."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """What an engine's processes write while they are started.
@@ -539,12 +544,14 @@ class Start:
         """
         if refused := self.refusals.read_text(encoding="utf-8"):
             return errors.UnsupportedError(refused)
-        fix = "vLLM's log above names the cause."
-        if self.log.exists():
-            with tempfile.NamedTemporaryFile(prefix="lazyrag-vllm-", suffix=".log", delete=False) as kept:
-                kept.write(self.log.read_bytes())
-            fix = f"vLLM's log names the cause: {kept.name}"
-        return EngineStartError("The engine could not start.", why=str(error), fix=fix)
+        if not self.log.exists():  # vLLM logs elsewhere
+            return EngineStartError("The engine could not start.", why=str(error), fix="vLLM's log names the cause.")
+        logged = self.log.read_bytes()
+        with tempfile.NamedTemporaryFile(prefix="lazyrag-vllm-", suffix=".log", delete=False) as kept:
+            kept.write(logged)
+        cause = _CAUSE.search(logged.decode("utf-8", "replace"))
+        why = cause[0] if cause else str(error)
+        return EngineStartError("The engine could not start:", why=why, fix=f"vLLM's whole log: {kept.name}")
 
 
 def logging_settings(log: Path) -> dict[str, Any]:

@@ -81,14 +81,16 @@ def test_a_failed_start_names_every_refusal_or_keeps_the_log_that_names_its_caus
         start.log.write_text("all of it")
         told = start.error(RuntimeError("engine core died"))
     assert (type(told), str(told), list(tmp_path.iterdir())) == (UnsupportedError, refusals, [])
+    log = "ERROR: it failed\nTraceback:\n  File x\nValueError: no room. Do this.\nERROR\nRuntimeError: a child died\n"
     with local.starting() as start:
-        start.log.write_text("all of it")
-        told = start.error(RuntimeError("out of memory"))
-    assert type(told) is EngineStartError
-    assert "out of memory" in str(told)
+        start.log.write_text(log)
+        told = start.error(RuntimeError("See above."))
     (kept,) = tmp_path.iterdir()
-    assert told.fix == f"vLLM's log names the cause: {kept}"
-    assert kept.read_text() == "all of it"
+    assert type(told) is EngineStartError
+    assert (told.why, told.fix) == ("ValueError: no room. Do this.", f"vLLM's whole log: {kept}")
+    assert kept.read_text() == log
+    with local.starting() as start:
+        assert start.error(RuntimeError("out of memory")).why == "out of memory"
 
 
 def test_errors_of_vllm_go_to_stderr_and_everything_to_the_log(

@@ -26,8 +26,9 @@ CANDIDATES = ("lazy", "sink", "prefix", "lazy+first_k=16", "sink+first_k=16", "s
 
 ENOUGH = 30
 """Questions that a finding needs: of fewer, intervals are narrower than they say. Drawn from 100 real questions
-(benchmarks/quality-smollm2.json), the true loss of mode prefix lay above the interval, 2.5% being nominal, for 19% of
-samples of 3 questions, 7% of 10, 5% of 30 and 3% of 100; of F1, where few answers count, 50%, 16%, 6% and 4%."""
+(benchmarks/quality/smollm2-135m-nq10-cpu.json), the true loss of mode prefix lay above the interval, 2.5% being
+nominal, for 19% of samples of 3 questions, 7% of 10, 5% of 30 and 3% of 100; of F1, where few answers count, 50%, 16%,
+6% and 4%."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from lazyrag.quality.evaluate import FULL, NONE, Result
+from lazyrag.quality.evaluate import FULL, NONE, Result, Score
 
 TTFT, DECODE = "lazyrag/bench/results/h200.json", "lazyrag/bench/results/h200-decode.json"
+FROM_TIERS = "lazyrag/bench/results/h200-tiers.json"
+QUALITY = "benchmarks/quality"
 SHOWN = (
     (TTFT, "ttft_hot", "lazy"),
     (TTFT, "ttft_hot_literals", "lazy"),
@@ -38,7 +40,7 @@ def test_the_readmes_table_is_made_of_the_measured_rows(root: Path) -> None:
 def test_the_readmes_figures_of_tiers_and_new_documents_are_the_measured_ones(root: Path) -> None:
     value = values(root, TTFT)
     readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    ms = {arm: round(time) for (metric, _, arm), time in value.items() if metric == "tier_ttft"}
+    ms = {arm: round(time) for (metric, _, arm), time in values(root, FROM_TIERS).items() if metric == "tier_ttft"}
     for figure in (
         f"in the engine's pool {ms['hot']} ms, in host memory {ms['host']} ms",
         f"the pool's time, are {ms['floor']})",
@@ -54,7 +56,7 @@ def test_the_readmes_figures_of_tiers_and_new_documents_are_the_measured_ones(ro
 
 
 def test_each_row_has_what_it_needs_to_be_believed(root: Path) -> None:
-    for file in (TTFT, DECODE):
+    for file in (TTFT, DECODE, FROM_TIERS):
         result = json.loads((root / file).read_text(encoding="utf-8"))
         assert result["machine"]["gpu"]
         assert result["machine"]["commit"] not in ("", "unknown")
@@ -92,20 +94,53 @@ def test_the_readmes_figures_of_tuning_are_those_of_the_answers(root: Path) -> N
         assert figure in readme
 
 
+def kept(score: Score) -> tuple[float, float, float]:
+    """Value and bounds of the share of the passages' benefit that a mode keeps."""
+    lost = score.benefit_lost
+    assert lost is not None
+    return 1 - lost.value, 1 - lost.high, 1 - lost.low
+
+
 def test_the_readmes_quality_is_that_of_the_measured_replies(root: Path) -> None:
-    result = Result.load(root / "benchmarks/quality-smollm2.json")
     readme = (root / "README.md").read_text(encoding="utf-8")
-    shown = [score for score in result.scores if score.mode not in (FULL, NONE)]
-    assert shown
-    for score in shown:
-        assert score.benefit_lost is not None
-        kept = [1 - lost for lost in (score.benefit_lost.value, score.benefit_lost.high, score.benefit_lost.low)]
-        cells = (f"{kept[0]:.0%} [{kept[1]:.0%}, {kept[2]:.0%}]", f"{score.recomputed:.0%}", f"{score.f1.value:.1%}")
-        assert f"| {score.mode} | {' | '.join(cells)} |\n" in readme
-    full = next(score for score in result.scores if score.mode == FULL)
-    assert f"| exact | 100% | 100% | {full.f1.value:.1%} |\n" in readme
-    assert f"add {result.benefit.value:.2f} nats a token" in readme
-    assert f"{len(result.arms[FULL].replies)} questions" in readme
+    results = [Result.load(root / QUALITY / f"smollm2-135m{of}-nq10.json") for of in ("", "-tuned")]
+    by_mode = [{score.mode: score for score in result.scores if score.mode != NONE} for result in results]
+    assert results[0].data["ids"] == results[1].data["ids"]
+    assert len(by_mode[0]) > 9
+    for mode, stock in by_mode[0].items():
+        cells = [f"{stock.recomputed:.0%}"]
+        for score in (stock, by_mode[1].get(mode)):
+            if score is None:
+                cells += ["", ""]
+            elif mode == FULL:
+                cells += ["100%", f"{score.f1.value:.1%}"]
+            else:
+                cells += ["{:.1%} [{:.1%}, {:.1%}]".format(*kept(score)), f"{score.f1.value:.1%}"]
+        assert f"| {mode} | {' | '.join(cells)} |\n" in readme
+    prose = " ".join(readme.split())
+    stock, tuned = results
+    assert f"add {stock.benefit.value:.2f} nats a token ({tuned.benefit.value:.2f} once it is tuned)" in prose
+    assert f"{len(stock.arms[FULL].replies)} questions of NQ Open" in prose
+    first_screen = prose[: prose.index("## Install")]
+    for mode, figure in (("lazy", by_mode[0]), ("sink", by_mode[0]), ("prefix", by_mode[0]), ("sink", by_mode[1])):
+        assert f"{kept(figure[mode])[0]:.0%}" in first_screen
+
+
+def test_the_readmes_figures_of_other_passages_are_those_of_the_replies(root: Path) -> None:
+    prose = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+
+    def shown(file: str, mode: str) -> str:
+        return "{:.0%} ({:.0%} to {:.0%})".format(*kept(Result.load(root / QUALITY / file).score(mode)))
+
+    for figure in (
+        f"with 5 passages `sink` keeps {shown('smollm2-135m-tuned-nq5.json', 'sink')}",
+        f"with 20 {shown('smollm2-135m-tuned-nq20.json', 'sink')}",
+        f"`lazy` keeps {shown('smollm2-135m-tuned-musique.json', 'lazy')}",
+        f"and `sink` {shown('smollm2-135m-tuned-musique.json', 'sink')}",
+        f"of the untuned model `sink` keeps {shown('smollm2-135m-few-shot.json', 'sink')}",
+        f"of what they add, `lazy` {shown('smollm2-135m-few-shot.json', 'lazy')}",
+    ):
+        assert figure in prose
 
 
 def test_the_readmes_figures_of_finding_chunks_are_the_measured_ones(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -47,12 +48,12 @@ _latest_lock = threading.Lock()
 class RetrievedTexts(BaseCallbackHandler):
     """A callback handler that registers the text of every document that a retriever finds. Thread-safe.
 
+    An async chain waits for that, and its event loop does not.
+
     Args:
         client: whose prompts will hold them. All handlers of a client share what they remember.
         max_bytes: see `MAX_BYTES`. What one retriever finds at once is known in any case.
     """
-
-    run_inline = True  # in an async chain, too, the texts are known before the next step
 
     def __init__(self, client: LazyRAG, max_bytes: int = MAX_BYTES) -> None:
         self._client = client
@@ -114,7 +115,8 @@ class WrappedRetriever(Connection, BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        return self._note(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs))
+        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        return await asyncio.to_thread(self._note, documents)
 
 
 def wrap_retriever(retriever: BaseRetriever, **settings: Any) -> WrappedRetriever:

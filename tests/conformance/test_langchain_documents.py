@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,29 @@ async def test_within_know_retrieved_any_chains_documents_are_known(connect: Con
         assert chain.invoke("river").response_metadata["lazyrag"]["sources"] == ["hbm"] * 3
     chain.invoke("market")
     assert len(client.library.registered) == 3, "no more than what was retrieved inside"
+
+
+@pytest.mark.parametrize("way", ["wrapped", "watched"])
+async def test_what_is_retrieved_is_registered_before_the_next_step_and_beside_the_event_loop(
+    connect: Connect, foreign: BaseRetriever, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    client, _ = connect()
+    threads, register = [], client.register
+
+    def noted(texts: Any) -> list[str]:
+        threads.append(threading.get_ident())
+        time.sleep(0.05)
+        return register(texts)
+
+    monkeypatch.setattr(client, "register", noted)
+    if way == "wrapped":
+        found = await wrap_retriever(foreign, lazyrag=client).ainvoke("river")
+    else:
+        with know_retrieved(lazyrag=client):
+            found = await foreign.ainvoke("river")
+    assert set(client.library.registered) == {document.page_content for document in found}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_what_was_not_retrieved_for_longest_is_forgotten(connect: Connect, passages: list[str]) -> None:

@@ -28,7 +28,7 @@ from lazyrag.backend import engine as engines
 from lazyrag.backend.engine import Cancel, Deliver, Delta, Engine, Request
 from lazyrag.bench import report
 from lazyrag.bench.texts import Corpus
-from lazyrag.client import LazyRAG
+from lazyrag.client import LazyRAG, model_folder
 from lazyrag.errors import InputError
 from lazyrag.ingest import EMBED_BATCH, INDEX, STORE, Progress, Summary
 from lazyrag.retrievers.embed import Embedder
@@ -98,6 +98,7 @@ def bench(
     """
     if unknown := [case for case in cases if case not in CASES]:
         raise InputError(f"There is no case {unknown[0]!r}.", fix=f"Known: {', '.join(CASES)}.")
+    model_folder(model)
     result = Result(report.machine(), command)
     for case in cases:
         with TemporaryDirectory(prefix="lazyrag-") as folder:

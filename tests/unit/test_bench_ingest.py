@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lazyrag.bench import ingest
-from lazyrag.errors import InputError
+from lazyrag.errors import ConfigError, InputError
 
 
 def test_a_case_gets_its_row(
@@ -46,6 +46,8 @@ def test_a_stand_in_takes_what_a_chunk_costs() -> None:
     assert time.monotonic() - embedded >= 0.2
 
 
-def test_a_case_that_there_is_not_is_refused_before_anything_is_measured() -> None:
+def test_a_case_or_a_model_that_there_is_not_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="No model is named"):
+        ingest.bench(["stand-ins"], 40, print, model="", out=None, command="")
     with pytest.raises(InputError, match=r"Known: stand-ins, embedding, prefill"):
         ingest.bench(["stand-ins", "reading"], 40, print, model="", out=None, command="")

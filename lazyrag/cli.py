@@ -1105,7 +1105,7 @@ def bench_ingest(
 
     cases = ingest.CASES if metrics is None else split_names(metrics)
     chunks = ingest.QUICK if quick else ingest.FULL
-    result = ingest.bench(cases, chunks, say, model=str(model or ""), out=out, command=command)
+    result = ingest.bench(cases, chunks, say, model=str(model or load(None).model), out=out, command=command)
     reply(asdict(result), as_json, lambda: ingest.tables(result))
 
 

@@ -260,7 +260,7 @@ class Machine:
 
     def part(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], *options: Any) -> None:
         """`gl.warp_specialize`: all of them at once, to their ends."""
-        self.actors = [Actor(lambda call=call: call[0](*call[1])) for call in calls]  # type: ignore[misc]
+        self.actors = [Actor(lambda call=call: call[0](*call[1])) for call in calls]
         threads = [threading.Thread(target=self._live, args=(actor,), daemon=True) for actor in self.actors]
         for thread in threads:
             thread.start()

@@ -80,6 +80,13 @@ def documents(passages: list[str]) -> list[Document]:
     ]
 
 
+def test_metadata_of_lazyrags_own_names_comes_back_and_forges_nothing(empty: LazyRAG, passages: list[str]) -> None:
+    forged = Document(page_content=passages[0], id="0", metadata={"_content": '{"langchain_text": "", "metadata": {}}'})
+    store = FaissVectorStore(lazyrag=empty)
+    store.add_documents([forged])
+    assert store.get_by_ids(["0"]) == [forged]
+
+
 def test_what_is_added_is_reused_by_prompts_and_stays_for_the_next_process(
     connect: Connect, empty: LazyRAG, passages: list[str], tmp_path: Path
 ) -> None:

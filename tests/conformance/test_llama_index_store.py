@@ -162,6 +162,13 @@ async def test_a_query_finds_what_llama_indexs_own_store_finds(
             assert found.similarities == pytest.approx(expected.similarities, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["_content", "_document"])
+def test_metadata_of_lazyrags_own_names_is_refused(client: LazyRAG, passages: list[str], name: str) -> None:
+    with pytest.raises(errors.InputError, match=f"LazyRAG keeps the name {name}"):
+        LazyRAGVectorStore(lazyrag=client).add([node_of(passages[0], 0, **{name: "doc1"})])
+    assert list(client.records.all()) == []
+
+
 def test_a_query_can_be_limited_to_nodes_and_to_documents(
     twins: tuple[LazyRAGVectorStore, SimpleVectorStore],
 ) -> None:

@@ -35,11 +35,13 @@ demo: setup  ## ingest a real corpus, ask four questions, show what was reused a
 .vllm-%: | $(VENV)/.installed
 	-$(BIN)/python tests/plugin/fetch_vllm.py
 
+# Tests that start no engine run on all cores, and then the others one after the other: an engine takes all cores.
 test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0  ## all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not engine' -n auto --maxprocesses 8 --dist worksteal; first=$$?; \
+	$(BIN)/python -m pytest -m engine && exit $$first
 
 fast-test: setup  ## the tests that start no engine
-	$(BIN)/python -m pytest -m 'not engine' tests/unit tests/repo tests/kernels tests/conformance
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not engine' -n auto --maxprocesses 8 --dist worksteal
 
 soak: setup  ## 2000 requests of 16 clients while documents come and go; a pool and tiers that are too small for them
 	SOAK_REQUESTS=2000 $(BIN)/python -m pytest -s tests/soak

@@ -51,7 +51,7 @@ def test_recompute_takes_the_blocks_that_were_measured_to_differ_most(
     rag.register([A, B])
     for mode, sink in (("lazy+recompute=0.3", ()), ("sink+recompute=0.3", rag._planner_for_engine().sink)):
         for _ in range(2):
-            plan = rag.plan(f"{A}\n\n{B}\n\nWhy?", mode=mode)
+            plan = rag.plan(f"Read:\n{A}\n\n{B}\n\nWhy?", mode=mode)
             chunks = [piece for piece in plan.pieces if piece.reuse]
             for piece in chunks:
                 ((start, end),) = piece.computed

@@ -255,7 +255,7 @@ def test_penalties_weigh_on_what_was_generated_and_on_no_prompt(engine: Engine) 
     if isinstance(engine, FakeEngine):
         pytest.skip("the fake engine says what it is told to say")
     allowed = (20, 30, 40)
-    penalised = replace(SHORT, frequency_penalty=0.8, presence_penalty=0.4, allowed_token_ids=allowed)
+    penalised = replace(SHORT, frequency_penalty=2.0, presence_penalty=1.0, allowed_token_ids=allowed)
     for *parts, end in ([text(50)], [text(9), tuple(text(40)), text(10)]):
         (answer,) = run(engine, lazy(*parts, end, sampling=penalised))
         number_changed = 0
@@ -264,7 +264,7 @@ def test_penalties_weigh_on_what_was_generated_and_on_no_prompt(engine: Engine) 
             one = replace(SHORT, max_tokens=1, logprobs=0)
             asks = [lazy(*parts, end + said, sampling=replace(one, allowed_token_ids=(t,))) for t in allowed]
             likely = {t: each.logprobs[0][t] for t, each in zip(allowed, run(engine, *asks), strict=True)}
-            left = {t: logprob - 0.8 * said.count(t) - 0.4 * (t in said) for t, logprob in likely.items()}
+            left = {t: logprob - 2.0 * said.count(t) - 1.0 * (t in said) for t, logprob in likely.items()}
             assert left[token] == pytest.approx(max(left.values()), abs=1e-3)
             number_changed += token != max(likely, key=lambda t: likely[t])
         assert number_changed

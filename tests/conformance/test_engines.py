@@ -250,26 +250,6 @@ def test_a_token_that_is_forced_is_as_likely_as_it_would_have_been(engine: Engin
     assert answer.logprobs[0][token] == pytest.approx(logprob, abs=1e-4)
 
 
-def test_penalties_weigh_on_what_was_generated_and_on_no_prompt(engine: Engine) -> None:
-    """Which of three tokens comes follows from how likely each is without penalties, by OpenAI's definition."""
-    if isinstance(engine, FakeEngine):
-        pytest.skip("the fake engine says what it is told to say")
-    allowed = (20, 30, 40)
-    penalised = replace(SHORT, frequency_penalty=2.0, presence_penalty=1.0, allowed_token_ids=allowed)
-    for *parts, end in ([text(50)], [text(9), tuple(text(40)), text(10)]):
-        (answer,) = run(engine, lazy(*parts, end, sampling=penalised))
-        number_changed = 0
-        for step, token in enumerate(answer.token_ids):
-            said = list(answer.token_ids[:step])
-            one = replace(SHORT, max_tokens=1, logprobs=0)
-            asks = [lazy(*parts, end + said, sampling=replace(one, allowed_token_ids=(t,))) for t in allowed]
-            likely = {t: each.logprobs[0][t] for t, each in zip(allowed, run(engine, *asks), strict=True)}
-            left = {t: logprob - 2.0 * said.count(t) - 1.0 * (t in said) for t, logprob in likely.items()}
-            assert left[token] == pytest.approx(max(left.values()), abs=1e-3)
-            number_changed += token != max(likely, key=lambda t: likely[t])
-        assert number_changed
-
-
 def test_a_seed_makes_sampling_repeatable(engine: Engine) -> None:
     request = Request(text(30), sampling=replace(SHORT, temperature=1.0, top_p=0.9, top_k=50, seed=7))
     one, two = (run(engine, request)[0] for _ in range(2))

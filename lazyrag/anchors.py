@@ -39,8 +39,8 @@ import numpy.typing as npt
 from lazyrag.errors import InputError, StoreError
 from lazyrag.types import ChunkId, canonical
 
-WINDOW = 32
-REACH = 16
+WINDOW = 24
+REACH = 24
 MIN_CHARS = WINDOW + REACH - 1
 
 FORMAT_VERSION = 2
@@ -579,7 +579,7 @@ class _Hashes:
         sums = np.empty(len(codes) + 1, np.uint32)
         sums[0] = 0
         np.multiply(codes, powers[: len(codes)], out=sums[1:])
-        np.cumsum(sums, out=sums, dtype=np.uint32)
+        np.add.accumulate(sums, out=sums)
         return sums
 
     def windows(self, sums: U32) -> U32:
@@ -615,10 +615,10 @@ def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
     """The kept windows' positions, ascending.
 
     Args:
-        windows: their hashes, at least `REACH`; the upper 16 bits of each decide (of a little-endian number).
+        windows: their hashes, at least `REACH`; the upper 16 bits of each decide.
         borders: where the texts of a batch meet; no window is kept for a run of windows that crosses one.
     """
-    keys = windows.view(np.uint16)[1::2].copy()
+    keys = (windows >> np.uint32(16)).astype(np.uint16)
     # The smallest of the `REACH` windows from each one on; then, for each window, the largest of those smallest ones
     # that it takes part in: if that is the window's own, it is somewhere the smallest.
     smallest = _over_reach(np.minimum, keys)
@@ -631,11 +631,12 @@ def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
 
 def _over_reach(of: np.ufunc, values: U16) -> U16:
     """The smallest or largest of `REACH` values in a row, from each one on."""
-    values, step = of(values[:-1], values[1:]), 2
+    values, reached = of(values[:-1], values[1:]), 2
     spare = np.empty_like(values)
-    while step < REACH:
+    while reached < REACH:
+        step = min(reached, REACH - reached)
         values, spare = of(values[:-step], values[step:], out=spare[: len(values) - step]), values
-        step *= 2
+        reached += step
     return values
 
 

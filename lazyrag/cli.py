@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol,
 import typer
 
 from lazyrag._version import __version__
-from lazyrag.errors import ConfigError, InputError, LazyRAGError, MissingExtraError, MissingStoreError
+from lazyrag.errors import ConfigError, EngineDeadError, InputError, LazyRAGError, MissingExtraError, MissingStoreError
+from lazyrag.modes import EXACT
 
 if TYPE_CHECKING:
     from lazyrag.backend.engine import Delta
@@ -105,7 +106,11 @@ app.add_typer(kv_app, name="kv")
 StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model folder or name. [the store's]")]
 ModeOption = Annotated[
-    str | None, typer.Option("--mode", help="exact, lazy, sink or prefix; also lazy+first_k=32, ... [as calibrated]")
+    str | None,
+    typer.Option(
+        "--mode",
+        help="auto, exact, lazy, sink or prefix; also lazy+first_k=32, ... [auto: as calibrated, or else exact]",
+    ),
 ]
 PreambleOption = Annotated[
     str | None, typer.Option("--preamble", help="Fixed beginning of every prompt, for mode prefix.")
@@ -224,6 +229,8 @@ def ingest(
         say(*plan_lines(plan, sync))
         if kv is KV.now and rag.needs_warming(plan):
             say("Starting the engine ...")
+        elif kv is KV.now and rag.choice.mode == EXACT:
+            say("No KV is computed: mode exact reuses none.")
     run_ingest(plan, rag.ingest(plan=plan, sync=sync, warm=kv is KV.now), fail_fast, quiet, as_json)
 
 
@@ -266,6 +273,10 @@ def run_ingest(
         list_failures(failed)
         say(f"Interrupted: {stored} documents were stored. The same command goes on from here.")
         raise typer.Exit(INTERRUPTED) from None
+    except EngineDeadError:
+        list_failures(failed)
+        say(f"Broken off: {stored} documents were stored. The same command goes on from here.")
+        raise
     list_failures(failed)
     if summary is None:
         say(f"Stopped at a failure: {stored} documents were stored. The same command goes on from here.")

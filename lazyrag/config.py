@@ -198,7 +198,7 @@ class Config:
             try:
                 mode = ReuseMode.parse(self.mode)
             except ConfigError as error:
-                raise self._cannot_be("mode", error.why or f"it must be one of {MODES_HELP}", error.fix) from None
+                raise self._cannot_be("mode", error.why or "there is no such mode.", error.fix) from None
             object.__setattr__(self, "mode", str(mode))
         for name in ("namespace", "preamble", "sink"):
             try:

@@ -36,6 +36,10 @@ EXTRAS = {
     "langchain": "langchain-core",
     "llama-index": "llama-index-core",
     "pdf": "pypdf",
+    "server": "fastapi",
+    "tune": "peft",
+    "plot": "matplotlib",
+    "bench": "daachorse",
 }
 """Extra -> the package that shows whether it is installed."""
 

@@ -84,8 +84,8 @@ class Segmenter:
         if hinted:
             texts = {**texts, **hinted}
             doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
-        in_order = sorted(whole)
-        starts = [] if hinted else [start for start, *_ in in_order]
+        in_order = sorted(whole) if doubtful else []
+        starts = [] if hinted else [span[0] for span in in_order]
         cut: list[_Span] = []
         for id, start in doubtful:
             chunk = texts.get(id, "")
@@ -101,7 +101,7 @@ class Segmenter:
                 whole.append((start, start + shown, True, id))
             elif shown > CUT_LOSS:
                 cut.append((start, start + shown, False, id))
-        known = proposed.unproposed + [(start, end) for start, end, _, _ in whole + cut]
+        known = proposed.unproposed + [span[:2] for span in whole] + [span[:2] for span in cut]
         chosen = _schedule(dict.fromkeys([*whole, *_with_shorter(cut, whole)]) if hinted or cut else whole)
         return Found([Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen], known)
 

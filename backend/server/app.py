@@ -105,8 +105,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]  # which holds what was given, too: that is not repeated
+    if first["type"] == "json_invalid":
+        fault = InputError(
+            "The request's body is not JSON:", why=f"it cannot be read from character {first['loc'][-1]} on."
+        )
+        return response_of(Problem(400, "invalid_request", fault))
     place = ".".join(str(part) for part in first["loc"] if part != "body")
-    fault = InputError(f"The request cannot be read at {place or 'its body'}:", why=f"{first['msg']}.")
+    fix = "Add it; GET /openapi.json says what it holds." if first["type"] == "missing" and place else ""
+    fault = InputError(f"The request cannot be read at {place or 'its body'}:", why=f"{first['msg']}.", fix=fix)
     return response_of(Problem(400, "invalid_request", fault, param=place or None))
 
 

@@ -780,11 +780,14 @@ class LazyRAG:
             return care.delete(store, _texts(ids, "ids"), self.config.namespace, self._forget_kv)
 
     def _forget_kv(self, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Have the engine, if it runs, forget chunks that are gone. A dead one has forgotten everything."""
+        """Have the engine, if it runs, forget KV of chunks, but not which are pinned. A dead one has forgotten all."""
         engine = self._running_engine()
         if engine is not None:
+            forgotten = [("", tuple(tokens)) for tokens in chunks]
+            pinned = {tokens for _, tokens in self._needed_store().pinned(namespace)}
             with suppress(EngineDeadError):
-                engine.forget([("", tokens) for tokens in chunks], namespace=namespace)
+                engine.forget(forgotten, namespace=namespace)
+                engine.pin([chunk for chunk in forgotten if chunk[1] in pinned], namespace=namespace)
 
     def pin(self, ids: Iterable[str], *, pinned: bool = True) -> int:
         """Have the KV of documents' chunks, those of later versions included, stay in every tier; survives restarts.
@@ -808,15 +811,15 @@ class LazyRAG:
     def _pinning(self, store: Store) -> Iterator[None]:
         """Tell the engine, if it runs, which chunks are pinned afterwards that were not before, and the other way."""
         namespace = self.config.namespace
-        before = dict(store.pinned(namespace))
+        before = set(store.pinned(namespace))
         try:
             yield
         finally:
-            after, engine = dict(store.pinned(namespace)), self._running_engine()
+            after, engine = set(store.pinned(namespace)), self._running_engine()
             if engine is not None and before != after:
                 with suppress(EngineDeadError):
-                    engine.pin([(id, after[id]) for id in after.keys() - before.keys()], namespace=namespace)
-                    engine.unpin([(id, before[id]) for id in before.keys() - after.keys()], namespace=namespace)
+                    engine.pin(after - before, namespace=namespace)
+                    engine.unpin(before - after, namespace=namespace)
 
     def rebuild_kv(
         self, *, everything: bool = False, batch: int = engines.WARMED_AT_ONCE
@@ -841,7 +844,8 @@ class LazyRAG:
         if everything:
             care.drop_kv(store, namespace)
         if store.settings().get("tokenizer", self.tokenizer.fingerprint) != self.tokenizer.fingerprint:
-            care.change_tokenizer(store, self.tokenizer)
+            with self._pinning(store):
+                care.change_tokenizer(store, self.tokenizer)
         care.forget_missing_kv(store, namespace, self._forget_kv)
         yield from self.ingest(plan=self.plan_ingest(), batch=batch)
 

@@ -357,6 +357,22 @@ def test_pins_follow_the_versions_of_a_document(connect: Connect) -> None:
     assert engine.pinned == set()
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_rebuilding_keeps_the_pins(connect: Connect, folder: Path, everything: bool) -> None:
+    rag = connect()
+    put(rag, a=A, b=B)
+    rag.pin(["a"])
+    before = kv(folder)
+    for file in before:
+        file.unlink()
+    for _ in rag.rebuild_kv(everything=everything):
+        pass
+    assert kv(folder) == before
+    assert rag.engine.pinned == {("", tuple(rag.library.tokens(chunk_id(A))))}
+    rag.delete(["a"])
+    assert rag.engine.pinned == set()
+
+
 # ---------------------------------------------------------------- waste
 
 
@@ -508,7 +524,9 @@ def test_kv_of_another_model_is_said_to_be_of_no_use_and_is_rebuilt(
 def test_a_store_of_another_tokenizer_is_refused_until_it_is_taken_over(
     connect: Connect, folder: Path, model_folder: Callable[..., Path], saving_engine: Callable[..., Engine]
 ) -> None:
-    put(connect(), a=A, b=B)
+    first = connect()
+    put(first, a=A, b=B)
+    first.pin(["a"])
     model = model_folder("metaspace")
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     engine = saving_engine(model, folder / "kv", "3" * 64)
@@ -518,6 +536,7 @@ def test_a_store_of_another_tokenizer_is_refused_until_it_is_taken_over(
     for _ in rag.rebuild_kv():
         pass
     assert {file.parts[-4] for file in kv(folder)} == {"3" * 16}, "nothing could find the KV of the old tokens any more"
+    assert engine.pinned == {("", tuple(rag.library.tokens(chunk_id(A))))}
     (answer,) = rag.generate([prompt_of(A)])
     assert answer.reuse.sources == (HBM,)
     rag.delete(["a", "b"])

@@ -457,6 +457,7 @@ class LazyMixin(compat.Gate):
     def _accept(self, lazy: LazyRequest) -> None:
         if self._debug:
             lazy.layout.check()
+        self._forget_leftovers(lazy)
         num_segments = len(lazy.layout.segments)
         missing = self._missing(lazy, range(num_segments))
         num_missing = len(missing)
@@ -475,7 +476,36 @@ class LazyMixin(compat.Gate):
 
     def _missing(self, lazy: LazyRequest, indices: Iterable[int]) -> list[int]:
         """Which of these segments have a block that is not resident."""
-        return [i for i in indices if lazy.chains[i].resident(self._pool) is None]
+        return [i for i in indices if self._resident(lazy, i) is None]
+
+    def _resident(self, lazy: LazyRequest, index: int) -> list[KVCacheBlock] | None:
+        """The blocks of a segment, if all are there and are to stay."""
+        child = self._child_of.get(lazy.contents[index].chain.hashes[-1])
+        if child is not None and not self._may_share(lazy, child):
+            return None
+        return lazy.chains[index].resident(self._pool)
+
+    def _may_share(self, lazy: LazyRequest, child: Child) -> bool:
+        """Whether a child in flight brings a request all that its answer promises: the KV, and that it is kept.
+
+        Who came after the chunk was forgotten wants it anew, and what the child computes is kept if there is time. Else
+        the request waits until the child has ended and nobody finds its blocks, and then gets a child of its own.
+        """
+        if self.connector is None or lazy.is_child or child.name in lazy.forgotten:
+            return True
+        if self.connector.keep(child.request_id):
+            return True
+        self._doomed.add(child.request_id)
+        return False
+
+    def _forget_leftovers(self, lazy: LazyRequest) -> None:
+        """Let a new request find nothing that is there only for those whose chunk was forgotten since they came."""
+        forgotten = set[str]().union(*(other.forgotten for other in self._lazy.values()))
+        if forgotten:
+            salt = lazy.request.cache_salt
+            wanted = {chunk_name(content.token_ids, salt=salt) for content in lazy.contents}
+            self._forget_finished()  # takes note of what children have left
+            self._residents.forget(wanted & forgotten)
 
     def _forget_finished(self) -> None:
         for request_id in [i for i in self._lazy if i not in self.requests]:
@@ -558,7 +588,7 @@ class LazyMixin(compat.Gate):
         absent: set[BlockHash] = set()
         lazy.missing = []
         for i, chain in enumerate(lazy.chains):
-            blocks = chain.resident(self._pool)
+            blocks = self._resident(lazy, i)
             if blocks is not None:
                 resident += blocks
                 continue
@@ -582,11 +612,12 @@ class LazyMixin(compat.Gate):
             compat.put_first(self, request)
 
     def _child_for(self, lazy: LazyRequest, index: int) -> Request | None:
-        """The request to be added for a missing segment; None if one in flight is shared."""
+        """The request to be added for a missing segment; None if one in flight is shared, or its end waited for."""
         last_hash = lazy.contents[index].chain.hashes[-1]
         child = self._child_of.get(last_hash)
         if child is not None:
-            lazy.children[index] = child
+            if self._may_share(lazy, child):
+                lazy.children[index] = child
             return None
         may_load = last_hash not in self._unloadable
         child, request, behind_first = self._requests.make_child(lazy, index, may_load=may_load)

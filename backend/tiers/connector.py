@@ -79,6 +79,13 @@ class _Child:
     request: Request
     block_ids: list[int]
 
+    @property
+    def end(self) -> int:
+        """Tokens of its prompt up to the chunk's last one."""
+        child = _child(self.request)
+        assert child is not None
+        return child["first_token"] + child["num_tokens"]
+
 
 @dataclass(slots=True)
 class _Job:
@@ -220,12 +227,9 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             if request_id not in self._children:
                 continue
-            request, block_ids = self._children[request_id].request, self._children[request_id].block_ids
-            child = _child(request)
-            assert child is not None
-            end = child["first_token"] + child["num_tokens"]
-            if request.num_computed_tokens < end <= request.num_computed_tokens + num_tokens:
-                save = self._save(request, child, block_ids)
+            begun = self._children[request_id]
+            if begun.request.num_computed_tokens < begun.end <= begun.request.num_computed_tokens + num_tokens:
+                save = self._save(begun.request, begun.block_ids)
                 transfers.saves += [save] if save is not None else []
         return transfers
 
@@ -352,6 +356,15 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep nothing of what this child brings: its chunk was forgotten."""
         self._doomed.add(request_id)
 
+    def keep(self, request_id: str) -> bool:
+        """Undo `doom`, unless it is too late; whether what this child brings is kept."""
+        if request_id in self._doomed:
+            begun = self._children.get(request_id)
+            if begun is not None and begun.request.num_computed_tokens >= begun.end:
+                return False  # its last token was given to a step, or it loads what is no longer on disk
+            self._doomed.remove(request_id)
+        return True
+
     def saves_of(self, request_ids: Iterable[str]) -> set[int]:
         """The saves under way of what these children have computed."""
         ids = set(request_ids)
@@ -419,7 +432,10 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
     def _load(self, request: Request, child: wire.WireChild, block_ids: list[int], first_token: int) -> Transfer:
         key, place = _key(request, child), None
         is_ready = False
-        if self._shelf is not None and request.request_id not in self._doomed:
+        is_kept = request.request_id not in self._doomed
+        if is_kept:
+            self._want(key)
+        if self._shelf is not None and is_kept:
             place = self._shelf.find(key)
             is_ready = place is not None and place.is_ready
             if place is None:
@@ -431,16 +447,15 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         job = self._job(key, child, place, request.request_id, source=HOST if is_ready else DISK)
         return self._transfer(job, request.request_id, child, tuple(block_ids), first_token, key, place)
 
-    def _save(self, request: Request, child: wire.WireChild, block_ids: list[int]) -> Transfer | None:
+    def _save(self, request: Request, block_ids: list[int]) -> Transfer | None:
         """None if nobody would keep the chunk, or all do already."""
-        if request.request_id in self._doomed:
+        child = _child(request)
+        if child is None or request.request_id in self._doomed:
             return None
         key, place = _key(request, child), None
         if self._shelf is not None and self._shelf.find(key) is None:
             place = self._take_place(key, child)
-        for other in self._jobs.values():
-            if other.key == key:  # what it writes is wanted again
-                other.is_deleted = False
+        self._want(key)
         namespace, name = key
         to_disk = self.disk is not None and not self.disk.contains(name, namespace=namespace)
         if place is None and not to_disk:
@@ -448,6 +463,12 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         job = self._job(key, child, place, request.request_id, source="")
         self._counts[HOST]["saves"] += place is not None
         return self._transfer(job, request.request_id, child, tuple(block_ids), 0, key, place, to_disk=to_disk)
+
+    def _want(self, key: ChunkKey) -> None:
+        """Have the file stay that a save under way writes, or has written, of a chunk that was forgotten since."""
+        for job in self._jobs.values():
+            if job.key == key:
+                job.is_deleted = False
 
     def _take_place(self, key: ChunkKey, child: wire.WireChild) -> Place | None:
         assert self._shelf is not None

@@ -1242,6 +1242,59 @@ def test_a_chunk_that_is_wanted_again_while_it_is_forgotten_is_kept(
     engine.check_no_leak()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_before", range(5))
+@pytest.mark.parametrize("num_between", range(1, 4))
+def test_a_chunk_that_is_wanted_again_at_any_time_is_kept(
+    folder: Path, depth: int, num_before: int, num_between: int
+) -> None:
+    """Whatever of it is computed, or there, for a request that came before it was forgotten."""
+    engine = Engine(folder, extra=BOTH, budget=16, depth=depth)
+    engine.ask(A, B, name="first")
+    for _ in range(num_before):
+        engine.step()
+    engine.begin_operation(control.FORGET, A)
+    for _ in range(num_between):
+        if engine.in_flight or engine.scheduler.has_requests():
+            engine.step()
+    engine.ask(A, name="again")
+    engine.run()
+    assert len(files(folder)) == 2
+    engine.empty_pool()
+    engine.ask(A, B, name="later")
+    engine.run()
+    assert "computed" not in engine.sources("later")
+    engine.check_no_leak()
+
+
+def test_who_wants_a_chunk_again_does_not_use_what_loads_for_those_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed(folder, A)
+    engine = Engine(folder, extra=BOTH)
+    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        data = load(*args, **kwargs)
+        assert may_read.wait(30)
+        return data
+
+    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    engine.operate(control.PREFETCH, A)
+    while not engine.loads:
+        engine.step()
+    time.sleep(0.2)  # the file is read
+    engine.begin_operation(control.FORGET, A, name="forget")
+    steps(engine)
+    engine.ask(A, name="again")
+    steps(engine)
+    may_read.set()
+    engine.run()
+    assert engine.sources("again") == ["computed"]
+    assert len(files(folder)) == 1
+    engine.check_no_leak()
+
+
 @pytest.mark.parametrize("budget", [16, 256])
 def test_a_request_that_still_lacks_a_forgotten_chunk_keeps_it_nowhere(folder: Path, budget: int) -> None:
     engine = Engine(folder, extra=BOTH, budget=budget)

@@ -195,7 +195,7 @@ def change_tokenizer(store: Store, tokenizer: Tokenizer) -> None:
     """
     for namespace in store.namespaces():
         for page in _pages(store.texts(namespace)):
-            tokens = {id: tokenizer.encode_plain(text) if tokenizer.round_trips(text) else () for id, text in page}
+            tokens = {id: tokenizer.encode_chunk(text) for id, text in page}
             store.retokenize(tokens, namespace)
     store.remember(tokenizer=tokenizer.fingerprint)
     remove_doomed_kv(store)

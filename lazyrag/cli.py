@@ -30,6 +30,7 @@ from lazyrag.modes import EXACT
 
 if TYPE_CHECKING:
     from lazyrag.backend.engine import Delta
+    from lazyrag.client import LazyRAG
     from lazyrag.config import Config
     from lazyrag.explain import Row
     from lazyrag.ingest import Difference, Progress, Summary
@@ -228,7 +229,7 @@ def ingest(
     if not quiet:
         say(*plan_lines(plan, sync))
         if kv is KV.now and rag.needs_warming(plan):
-            say("Starting the engine ...")
+            say_starting(rag)
         elif kv is KV.now and rag.choice.mode == EXACT:
             say("No KV is computed: mode exact reuses none.")
     run_ingest(plan, rag.ingest(plan=plan, sync=sync, warm=kv is KV.now), fail_fast, quiet, as_json)
@@ -400,7 +401,7 @@ def query(
     )
     rag = LazyRAG(config)
     prompt, hits = rag.question(question, k)
-    say("Starting the engine ...")
+    say_starting(rag)
     rag.info  # noqa: B018  (a plan fits the engine's block size)
     plan = rag.plan(prompt)
     if show_prompt and not as_json:
@@ -415,6 +416,11 @@ def query(
     if show_prompt:
         values["prompt"] = plan.text
     reply(values, as_json, lambda: ["" if stream else whole.text, "", *source_lines(hits), reuse_line(whole)])
+
+
+def say_starting(rag: LazyRAG) -> None:
+    rag.engine_config  # noqa: B018  (settings that no engine can have are refused before)
+    say("Starting the engine ...")
 
 
 def answer_values(whole: Delta, plan: PromptPlan, hits: Iterable[Hit]) -> dict[str, Any]:
@@ -491,9 +497,10 @@ def explain(
         raise InputError("The prompt cannot be read:", why=f"{error.strerror}.") from None
     if not text:
         raise InputError("The prompt is empty.")
+    rag = LazyRAG(config)
     if run:
-        say("Starting the engine ...")
-    rows = LazyRAG(config).explain(text, run=run)
+        say_starting(rag)
+    rows = rag.explain(text, run=run)
     reply(row_values(rows), as_json, lambda: row_lines(rows))
 
 
@@ -567,7 +574,8 @@ def serve(
 
     keys = Keys.load(api_keys) if api_keys is not None else Keys()
     embedded = LazyRAG(config)
-    config, folder = embedded.engine_config, embedded.model
+    folder = embedded.model  # which names what is missing before a mode is chosen for it
+    config = embedded.engine_config
     with bound(host, port, keys) as listener:
         say("Starting the engine ...")
         engine = SupervisedEngine(lambda: with_pins(start_engine(config, folder), config))

@@ -29,7 +29,7 @@ from lazyrag.deviation import PASSAGE, Scores, shared_deviations
 from lazyrag.errors import ConfigError, EngineDeadError, InputError, RequestError, StoreError
 from lazyrag.explain import EVICTED, FIRST_USE, OTHER_MODEL, Alterations, Watch, explain
 from lazyrag.library import Library
-from lazyrag.modes import ReuseMode, default_block_size
+from lazyrag.modes import ReuseMode, check_blocks, default_block_size
 from lazyrag.plan import Planner
 from lazyrag.recurring import AutoRegister
 from lazyrag.tokens import Tokenizer
@@ -241,12 +241,23 @@ class LazyRAG:
 
     @property
     def engine_config(self) -> Config:
-        """The settings with the mode that was chosen, as an engine takes them."""
+        """The settings with the mode that was chosen, as an engine takes them.
+
+        Raises:
+            ConfigError: the mode cannot be had with the engine's KV blocks.
+        """
+        if self._engine is None:
+            check_blocks(self._mode, self._block_size)
         return replace(self.config, mode=self.choice.mode)
 
     @property
     def _mode(self) -> ReuseMode:
         return ReuseMode.parse(self.choice.mode)
+
+    @property
+    def _block_size(self) -> int:
+        """Tokens of a KV block of an engine that this client starts."""
+        return self.config.block_size or default_block_size(self._mode)
 
     def register(self, texts: Iterable[str] | Mapping[str, str]) -> list[ChunkId]:
         """Make texts known as chunks, so that prompts which hold them reuse their KV. Returns their ids, in order.
@@ -396,8 +407,7 @@ class LazyRAG:
 
     def _planner_for_engine(self) -> Planner:
         mode = self._mode
-        configured = self.config.block_size or default_block_size(mode)
-        block_size = self._engine.info.block_size if self._engine is not None else configured
+        block_size = self._engine.info.block_size if self._engine is not None else self._block_size
         with self._lock:
             if self._planner is None or (self._planner.block_size, self._planner.mode) != (block_size, mode):
                 self._planner = Planner(

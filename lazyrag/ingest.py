@@ -727,7 +727,10 @@ class _Run:
     def _rest(self, documents: Sequence[str] | None) -> Iterator[Progress]:
         """What was in the store already (None), or in these documents, and is not warm; then wait for all."""
         assert self._warming is not None
-        yield from self._offer(self._store.unwarmed(self._fingerprint or "", self._plan.namespace, of=documents))
+        # What is marked meanwhile leaves `_offered`, but not the page of the store that was read before.
+        offered = set(self._offered)
+        unwarmed = self._store.unwarmed(self._fingerprint or "", self._plan.namespace, of=documents)
+        yield from self._offer((id, tokens) for id, tokens in unwarmed if id not in offered)
         for result in self._warming.finish():
             yield from self._take(*result)
         if self._beyond:

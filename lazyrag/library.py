@@ -70,13 +70,15 @@ class Library:
         return [id for id, _ in given]
 
     def forget(self, ids: Iterable[ChunkId]) -> dict[ChunkId, tuple[int, ...]]:
-        """Forget texts that were registered by hand; those that the store does not hold either, with their tokens."""
+        """Forget texts that were registered by hand; the KV that may go with them, as ids and tokens."""
         with self._lock:
-            texts = {id: self._registered.pop(id) for id in ids if id in self._registered}
+            texts = {id: self._registered[id] for id in ids if id in self._registered}
             stored = self._store.get_texts(texts, self._namespace) if self._store else {}
             gone = {id: text for id, text in texts.items() if id not in stored}
+            for id in texts:
+                del self._registered[id]
             self._remove(gone)
-        return {id: tuple(self._tokenizer.encode_plain(text)) for id, text in gone.items()}
+        return {id: tokens for id, text in gone.items() if (tokens := self._tokenizer.encode_chunk(text))}
 
     def refresh(self) -> None:
         """Take over what the store has gained and lost since the last call. Cheap if nothing changed."""
@@ -158,7 +160,7 @@ class Library:
         """The chunk's token ids; empty if it is unknown or its text does not survive the tokenizer."""
         text = self._registered.get(id)
         if text is not None:
-            return tuple(self._tokenizer.encode_plain(text)) if self._tokenizer.round_trips(text) else ()
+            return self._tokenizer.encode_chunk(text)
         return self._store.get_tokens([id], self._namespace).get(id, ()) if self._store else ()
 
 

@@ -106,4 +106,18 @@ def default_block_size(mode: ReuseMode) -> int:
     return 16 if mode.first_k % 32 else 32
 
 
+def check_blocks(mode: ReuseMode, block_size: int) -> None:
+    """Refuse a mode whose `first_k` is not whole KV blocks.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if mode.first_k % block_size:
+        raise ConfigError(
+            f"Mode {mode} cannot be had:",
+            why=f"first_k counts whole KV blocks, and this engine's have {block_size} tokens.",
+            fix=f"Use first_k={-(-mode.first_k // block_size) * block_size}, or set block_size.",
+        )
+
+
 _CONVERT = {"first_k": int, "recompute": float}

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from lazyrag.chat import CONTENT, MIXED, TEMPLATE, TextPiece
 from lazyrag.errors import ConfigError
-from lazyrag.modes import ReuseMode
+from lazyrag.modes import ReuseMode, check_blocks
 from lazyrag.segmenter import SHORTEST_HINT, Segmenter
 from lazyrag.tokens import Tokenizer
 from lazyrag.types import ChunkId, Occurrence, Piece, PromptPlan, canonical
@@ -175,12 +175,7 @@ class Planner:
         mode = ReuseMode.parse(mode)
         if mode.kind == "prefix" and not self.preamble:
             raise ConfigError("Mode prefix needs a preamble.", fix="Set preamble=... or use mode sink.")
-        if mode.first_k % self.block_size:
-            raise ConfigError(
-                f"Mode {mode} cannot be had:",
-                why=f"first_k counts whole KV blocks, and this engine's have {self.block_size} tokens.",
-                fix=f"Use first_k={-(-mode.first_k // self.block_size) * self.block_size}, or set block_size.",
-            )
+        check_blocks(mode, self.block_size)
         return mode
 
     def _plan(
@@ -298,6 +293,7 @@ class Planner:
         usable = [i for i, p in enumerate(pieces) if p.reuse and len(p.token_ids) >= self.min_tokens]
         longest_first = sorted(usable, key=lambda i: -len(pieces[i].token_ids))
         allowed = set(longest_first[: self.max_segments])
+        spoken = [i for i, piece in enumerate(pieces) if piece.token_ids]  # a literal may have no tokens at all
         for i, piece in enumerate(pieces):
             if not piece.reuse:
                 yield piece
@@ -310,9 +306,9 @@ class Planner:
             elif i not in allowed:
                 yield replace(piece, reuse=False, reason=TOO_MANY)
             else:
-                needs_rest = mode.kind == "sink" and not i
+                needs_rest = mode.kind == "sink" and i == spoken[0]
                 this = replace(mode, first_k=max(mode.first_k, self.block_size)) if needs_rest else mode
-                first, *rest = self._without_end(piece) if i == len(pieces) - 1 else [piece]
+                first, *rest = self._without_end(piece) if i == spoken[-1] else [piece]
                 yield from (self._in_part(first, this, behind), *rest)
 
     def _in_part(self, piece: Piece, mode: ReuseMode, behind: Sequence[int]) -> Piece:

@@ -179,7 +179,7 @@ class Records:
         text = canonical(passage.text)
         if not text:
             raise InputError(f"A text of {document.id} is empty.", why="Nothing could be found in it.")
-        tokens = tuple(self._tokenizer.encode_plain(text)) if self._tokenizer.round_trips(text) else ()
+        tokens = self._tokenizer.encode_chunk(text)
         start = passage.start + passage.text.index(text)
         end = start + len(text)
         place = Chunk(chunk_id(text), text, len(tokens), document.id, document.source, start, end, passage.page)

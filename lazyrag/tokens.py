@@ -159,6 +159,10 @@ class Tokenizer:
         except InputError:
             return False
 
+    def encode_chunk(self, text: str) -> tuple[int, ...]:
+        """The plain ids of a chunk's text, wherever that comes from; empty if they do not stand for exactly it."""
+        return tuple(self.encode_plain(text)) if self.round_trips(text) else ()
+
     def spells_control(self, text: str) -> bool:
         """Whether the text may hold a control token's text, as it is or as a normalizer may change it."""
         text = _folded(text)

@@ -69,20 +69,19 @@ class RetrievedTexts(BaseCallbackHandler):
         texts = {chunk_id(document.page_content): document.page_content for document in documents}
         latest = self._latest
         with latest.lock:
-            new = {}
-            for id, text in texts.items():
-                if id not in latest.sizes:
-                    latest.sizes[id] = len(text.encode("utf-8", "surrogatepass")) + BESIDE
-                    latest.total += latest.sizes[id]
-                    new[_name(id)] = text
+            new = {id: text for id, text in texts.items() if id not in latest.sizes}
+            if new:  # noted only then, for it may fail
+                self._client.register({_name(id): text for id, text in new.items()})
+            for id, text in new.items():
+                latest.sizes[id] = len(text.encode("utf-8", "surrogatepass")) + BESIDE
+                latest.total += latest.sizes[id]
+            for id in texts:
                 latest.sizes.move_to_end(id)
             old = []
             while latest.total > self._max_bytes and len(latest.sizes) > len(texts):
                 id, size = latest.sizes.popitem(last=False)
                 latest.total -= size
                 old.append(_name(id))
-            if new:
-                self._client.register(new)
             if old:
                 self._client.unregister(old)
         self._client.prefetch(texts)

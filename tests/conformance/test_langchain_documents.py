@@ -251,6 +251,23 @@ def test_what_was_not_retrieved_for_longest_is_forgotten(connect: Connect, passa
     assert known == {chunk_id(passages[n]) for n in (0, 1, 3)}
 
 
+def test_what_could_not_be_registered_is_when_it_is_found_again(
+    connect: Connect, passages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = connect()
+    texts, found = RetrievedTexts(client), [Document(page_content=passages[0])]
+
+    def busy(_: object) -> list[str]:
+        raise errors.StoreError("busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "register", busy)
+        with pytest.raises(errors.StoreError):
+            texts.on_retriever_end(found)
+    texts.on_retriever_end(found)
+    assert client.library.registered == passages[:1]
+
+
 def test_handlers_of_one_client_share_their_room_and_what_is_found_at_once_is_known(
     connect: Connect, passages: list[str]
 ) -> None:

@@ -509,3 +509,17 @@ def test_options_of_engines_are_refused_where_none_is_started(run: Run) -> None:
     result = run("bench", "segment", "--shape", "tiny", "--eager")
     assert result.exit_code == 2
     assert "--shape, --eager" in result.stderr
+
+
+def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(run: Run, store: Path) -> None:
+    result = run("query", "How high is the lamp?", "--store", store, "--mode", "sink+first_k=7")
+    assert result.exit_code == 2
+    assert "sink+first_k=7" in result.stderr
+    assert "Starting the engine" not in result.stderr
+
+
+def test_serve_without_a_store_says_only_that(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = run("serve", "--store", tmp_path / "missing")
+    assert result.exit_code == 2
+    assert "There is no store" in result.stderr
+    assert caplog.records == []

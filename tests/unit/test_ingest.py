@@ -737,6 +737,25 @@ def test_no_more_kv_is_kept_than_the_namespace_may(store, docs):
     assert "KV of 1 chunks is not kept: the namespace may keep 65 bytes" in str(failure.error)
 
 
+def test_a_resumed_ingest_warms_each_chunk_once_and_fills_its_quota(store, docs):
+    """What was stored before stands in the same page of the store as what this run warms while it is read."""
+    first = [Document(f"a{i}", f"a{i} ".ljust(30, "x"), "s") for i in range(200)]
+    second = [Document(f"b{i}", f"b{i} ".ljust(30, "x"), "s") for i in range(300)]
+    list(run(make_plan(store, documents=first)))
+    engine, gate = Engine(), threading.Event()
+
+    def warm(chunks):
+        for result in engine.warm(chunks):
+            yield result
+            gate.wait(0.002)  # so that the rest begins while chunks of this run wait
+
+    made = make_plan(store, documents=[*first, *second], quota=Quota(kv_bytes=500 * 30))
+    *_, summary = run(made, warm=warm, fingerprint="f", bytes_per_token=1)
+    assert (len(engine.warmed), len(set(engine.warmed))) == (500, 500)
+    assert summary.failed == ()
+    assert store.num_unwarmed("f") == 0
+
+
 def test_ingests_at_the_same_time_keep_no_more_kv_than_the_namespace_may_together(store, docs):
     """Of both, half of the chunks fit; the engines begin when both have counted what is on disk."""
     both, quota = threading.Barrier(2), Quota(kv_bytes=20 * 30)

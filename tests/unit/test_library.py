@@ -342,3 +342,11 @@ def test_an_index_names_what_it_lacks_and_what_else_it_holds(part: int, monkeypa
     lacking, others = index.compare(ids[:4] + ids[5:])
     assert (lacking, others) == ([ids[0], ids[5]], [ids[4]])
     assert index.compare(iter(ids[1:5])) == ([], [])
+
+
+def test_a_registered_text_that_is_no_unicode_can_be_forgotten(plain: Tokenizer) -> None:
+    library = Library(plain)
+    clean, broken = passage(1), f"\udc80 {passage(2)}"
+    ids = library.register([clean, broken])
+    assert library.forget(ids) == {ids[0]: tuple(plain.encode_plain(clean))}
+    assert len(library) == len(library.registered) == 0

@@ -566,6 +566,19 @@ def test_a_prompt_that_begins_with_a_chunk_has_something_to_rest_attention_on(
     assert [segment.offset for segment in more.segments] == [2 * BLOCK, 2 * BLOCK]
 
 
+@pytest.mark.parametrize("mode", ["sink", "lazy"])
+def test_a_literal_without_tokens_is_nothing_to_rest_on_and_nothing_to_go_on_from(
+    specs: dict[str, dict[str, Any]], make_segmenter: MakeSegmenter, mode: str
+) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 12 + "End."
+    spec = specs["metaspace"] | {"normalizer": {"type": "Nmt"}}  # drops control characters
+    planner = Planner(Tokenizer(spec, {}), make_segmenter([text]), mode=mode, block_size=BLOCK)
+    plan = planner.plan_pieces([TextPiece(f"\x01{text}\x01", CONTENT)])
+    (segment,) = plan.segments
+    assert segment.start == (BLOCK if mode == "sink" else 0)
+    assert segment.start + segment.num_tokens < len(plan.token_ids)
+
+
 def test_a_chunk_that_first_k_leaves_little_of_is_not_reused(
     make_planner: Callable[..., Planner], chunks: list[str]
 ) -> None:

@@ -43,6 +43,7 @@ from lazyrag.backend.engine import (
     prefetch_requests,
 )
 from lazyrag.backend.fingerprint import model_fingerprint
+from lazyrag.backend.guided import check_size
 from lazyrag.backend.layout import Span, check_spans, take_apart
 from lazyrag.backend.spawned import quieten
 from lazyrag.backend.tiers.disk import DiskTier
@@ -656,15 +657,25 @@ def constraint(sampling: Sampling) -> Any:
     """What an answer may look like, as vLLM's StructuredOutputsParams; None: anything.
 
     Raises:
-        RequestError: it shall look like two things.
+        RequestError: it shall look like two things, or is too large, or is no structural tag.
     """
+    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     schema, tag = sampling.json_schema, sampling.structural_tag
     if schema is not None and tag is not None:
         raise RequestError("A request cannot have both json_schema and structural_tag.")
+    for form in (schema, tag):
+        if form is not None:
+            check_size(form)
     if tag is not None:
-        return StructuredOutputsParams(structural_tag=json.dumps(tag))
+        params = StructuredOutputsParams(structural_tag=json.dumps(tag))
+        try:  # what this compiler refuses goes to another one, which takes the older form only, and fails on assertions
+            validate_xgrammar_grammar(SamplingParams(structured_outputs=params))
+        except Exception as error:
+            raise RequestError("The structural tag is not valid:", why=explanation(error)) from error
+        return params
     return StructuredOutputsParams(json=dict(schema)) if schema is not None else None
 
 

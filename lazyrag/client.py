@@ -1026,15 +1026,15 @@ class LazyRAG:
             raise InputError("The question is empty.")
         if not _is_unicode(question):
             raise InputError("The question holds a lone surrogate, which is no character.")
-        store = self._needed_store()
+        self._needed_store()
         self.model  # noqa: B018  (a wrong model is an error before the embedder is loaded)
         hits = self.search(question, k)
         if not hits:
             namespace = f"namespace {self.config.namespace!r}" if self.config.namespace else "default namespace"
             raise InputError(
-                f"The store in {store.directory} holds nothing to answer from:",
+                "The store holds nothing to answer from:",
                 why=f"there are no documents in its {namespace}.",
-                fix=f"Ingest some: lazyrag ingest PATH --store {store.directory}",
+                fix="Ingest some: lazyrag ingest PATH, with the same store and namespace.",
             )
         return self.question_from(question, [(hit.chunk.source, hit.chunk.text) for hit in hits]), hits
 

@@ -26,7 +26,7 @@ from lazyrag.backend.server.schemas import (
     SegmentRequest,
 )
 from lazyrag.backend.server.service import Call, Caller, Service, ServiceOf, unless_gone
-from lazyrag.errors import EngineDeadError, QuotaError
+from lazyrag.errors import ConfigError, EngineDeadError, QuotaError
 from lazyrag.ingest import Summary, source_of
 from lazyrag.loaders import Source
 from lazyrag.types import Chunk, Document, Hit, PromptPlan, Reuse
@@ -202,10 +202,17 @@ def _kv(rag: LazyRAG, service: Service) -> dict[str, Any]:
 # ---------------------------------------------------------------- retrieval and prompts
 
 
+def _check_store(rag: LazyRAG) -> None:
+    """Refuse as the client would, without the server's folders."""
+    if rag.store is None:
+        raise ConfigError("There is no store yet.", fix="Add documents: POST /v1/documents.")
+
+
 @router.post("/search")
 async def search(body: SearchRequest, rag: Caller, service: ServiceOf) -> dict[str, Any]:
     """The stored chunks that are nearest to a query."""
     with service.queue.places():
+        _check_store(rag)
         return {"data": [hit_values(hit) for hit in await rag.asearch(body.query, body.k)]}
 
 
@@ -256,6 +263,7 @@ async def query(body: QueryRequest, request: Request, rag: Caller, service: Serv
         temperature=rag.config.temperature if body.temperature is None else body.temperature,
     )
     with service.queue.places():
+        _check_store(rag)
         prompt, hits = await asyncio.to_thread(rag.question, body.question, body.k)
         call = Call(rag, prompt, sampling, mode=body.mode)
         whole = joined(await unless_gone(request, service.whole(call)))

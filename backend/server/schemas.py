@@ -18,6 +18,8 @@ Mode: TypeAlias = Annotated[
         " Left out: as the server's settings say. Not one of OpenAI's.",
     ),
 ]
+One: TypeAlias = Annotated[int, Field(ge=1, le=1)] | None
+"""A literal 1 would take `true` and 1.0, too."""
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Stop: TypeAlias = Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None
 
@@ -43,7 +45,7 @@ class Generation(Strict):
     stop: Stop = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    n: One = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -70,7 +72,7 @@ class CompletionRequest(Generation):
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    best_of: One = None
     suffix: None = None
     special: Annotated[
         Literal["allow", "plain"],
@@ -137,7 +139,11 @@ class ChatMessage(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What OpenAI's client adds to an answer that is sent back. None of it is ever set by this server.
     refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class JsonSchema(Strict):
@@ -264,11 +270,16 @@ class DocumentIn(Strict):
     source: str | None = None
     title: str | None = None
     metadata: dict[str, str | int | float | bool | None] = {}
-    pages: Annotated[list[int], Field(description="The character at which each page starts, the first 0.")] = []
+    pages: Annotated[
+        list[Annotated[int, Field(ge=0, le=INT64)]],
+        Field(description="The character at which each page starts, the first 0."),
+    ] = []
     sha256: Annotated[
         str | None, Field(pattern="^[0-9a-f]{64}$", description="Of what it was made from: says when it has changed.")
     ] = None
-    mtime: Annotated[float | None, Field(description="Of its file, seconds since the epoch.")] = None
+    mtime: Annotated[float | None, Field(allow_inf_nan=False, description="Of its file, seconds since the epoch.")] = (
+        None
+    )
 
 
 class DocumentsRequest(Strict):

@@ -37,15 +37,17 @@ class Limits:
 
     Attributes:
         body_bytes: of one request; more is answered with 413.
-        places: prompts, searches and writes that are done or wait at one time; more are answered with 429.
+        places: prompts and searches that are done or wait at one time; more are answered with 429.
+        writes: the same, of one namespace's writes: they may wait long, and nobody's prompts for them.
     """
 
     body_bytes: int = 16 << 20
     places: int = 256
+    writes: int = 32
 
 
 class Queue:
-    """Counts what is done or waits: prompts, searches, writes. Used in the event loop only."""
+    """Counts what is done or waits. Used in the event loop only."""
 
     def __init__(self, size: int) -> None:
         self.size, self.used, self.refused = size, 0, 0
@@ -116,7 +118,7 @@ class Service:
         self._rags: dict[str, LazyRAG] = {}
         # Writing to a store takes long: planning must not wait for it, nor one tenant for another. One write at a time
         # is enough for a tenant.
-        self._writers: dict[str, ThreadPoolExecutor] = {}
+        self._writers: dict[str, tuple[Queue, ThreadPoolExecutor]] = {}
 
     @property
     def model(self) -> str:
@@ -131,7 +133,7 @@ class Service:
 
     def _gauges(self) -> Gauges:
         return {
-            "places_taken": ("Prompts, searches and writes that are done or wait.", self.queue.used),
+            "places_taken": ("Prompts and searches that are done or wait.", self.queue.used),
             "places": ("How many of them may be.", self.queue.size),
             "places_refused": ("How many were refused since the start.", self.queue.refused),
             "engine_up": ("Whether there is an engine.", int(self.is_ready)),
@@ -165,7 +167,7 @@ class Service:
         """Have writes under way end, and wait for that."""
         self.stopping.set()
         self.rebuilding.close()
-        for writer in self._writers.values():
+        for _, writer in self._writers.values():
             writer.shutdown(cancel_futures=True)
 
     async def write(
@@ -173,12 +175,12 @@ class Service:
     ) -> T:
         """Run something that writes to the store, given a client of its namespace, after what came before of that."""
         namespace = rag.config.namespace
-        with self.queue.places():
-            if namespace not in self._writers:
-                self._writers[namespace] = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
-            return await asyncio.get_running_loop().run_in_executor(
-                self._writers[namespace], lambda: function(rag, *args, **kwargs)
-            )
+        if namespace not in self._writers:
+            writer = ThreadPoolExecutor(1, thread_name_prefix="lazyrag-writer")
+            self._writers[namespace] = Queue(self.limits.writes), writer
+        queue, writer = self._writers[namespace]
+        with queue.places():
+            return await asyncio.get_running_loop().run_in_executor(writer, lambda: function(rag, *args, **kwargs))
 
     # ------------------------------------------------------------ who asks
 

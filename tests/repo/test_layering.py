@@ -40,6 +40,7 @@ RANKS = (
         "lazyrag.backend.hashing",
         "lazyrag.backend.engine",
         "lazyrag.backend.fingerprint",
+        "lazyrag.backend.guided",
         "lazyrag.backend.spawned",
         "lazyrag.kernels.checks",
         "lazyrag.kernels.reference",

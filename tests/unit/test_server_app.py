@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,7 +214,6 @@ def test_a_full_queue_says_when_to_come_again(make: Callable[..., Made]) -> None
             ("segment", {"prompt": {"text": "Hello"}}),
             ("search", {"query": "Hello"}),
             ("query", {"question": "Hello?"}),
-            ("documents", {"documents": ["Hello"]}),
         ):
             full = client.post(f"/v1/{path}", json=body)
             assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
@@ -222,6 +222,40 @@ def test_a_full_queue_says_when_to_come_again(make: Callable[..., Made]) -> None
     assert completion(client, ["a", "b"]).status_code == 200
     assert completion(client, ["a", "b"], stream=True).status_code == 200
     assert queue.used == 0
+
+
+def test_writes_that_wait_take_no_prompts_place_and_no_other_tenants(make: Callable[..., Made]) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> EngineError | None:
+        if request.namespace == "a":
+            reached.set()
+            assert go_on.wait(60)
+        return None
+
+    limits = Limits(places=1, writes=2)
+    client, _, _ = make(keys=Keys({"sk-a": "a", "sk-b": "b"}), limits=limits, error=hold)
+    writers = client.app.state.service._writers  # type: ignore[attr-defined]
+
+    def add(key: str, warm: bool) -> Any:
+        body = {"documents": [PASSAGE], "warm": warm}
+        return client.post("/v1/documents", json=body, headers={"Authorization": f"Bearer sk-{key}"})
+
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(add, "a", True)
+        assert reached.wait(60)
+        waits = pool.submit(add, "a", False)
+        while writers["a"][0].used < 2:
+            time.sleep(0.01)
+        try:
+            full = add("a", False)
+            assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+            assert add("b", False).status_code == 200
+            asked = client.post("/v1/search", json={"query": "Who?"}, headers={"Authorization": "Bearer sk-b"})
+            assert asked.status_code == 200, "places are for prompts and searches"
+        finally:
+            go_on.set()
+        assert (slow.result().status_code, waits.result().status_code) == (200, 200)
 
 
 def test_more_prompts_than_there_are_places_are_never_taken(make: Callable[..., Made]) -> None:
@@ -249,7 +283,18 @@ def test_what_is_no_whole_number_is_refused_as_one(make: Callable[..., Made], na
     assert engine.requests == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("stream", "yes"), ("ignore_eos", 1), ("temperature", "1"), ("stop", 5)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stream", "yes"),
+        ("ignore_eos", 1),
+        ("temperature", "1"),
+        ("stop", 5),
+        ("n", True),
+        ("n", 1.0),
+        ("best_of", True),
+    ],
+)
 def test_what_is_of_another_type_is_refused(make: Callable[..., Made], name: str, value: Any) -> None:
     client, _, engine = make()
     assert completion(client, **{name: value}).status_code == 400
@@ -408,6 +453,17 @@ def test_why_a_mode_runs_is_told_without_the_servers_folders(make: Callable[...,
     own = client.post("/v1/generate", json={"prompts": [{"text": "Hello"}]})
     assert "set by lazyrag.toml" in own.text
     assert str(tmp_path) not in own.text + json.dumps(answer)
+
+
+def test_an_answer_of_openais_client_is_taken_back(make: Callable[..., Made]) -> None:
+    message = pytest.importorskip("openai.types.chat").ChatCompletionMessage(role="assistant", content="Yes.")
+    client, _, _ = make()
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    messages = [{"role": "user", "content": "Hi"}, message.model_dump(), {"role": "user", "content": "Why?"}]
+    for extra in ({}, {"annotations": []}):
+        messages[1] |= extra
+        answered = client.post("/v1/chat/completions", json={"model": model, "messages": messages, "max_tokens": 1})
+        assert answered.status_code == 200, answered.text
 
 
 def test_a_call_in_the_history_is_shown_to_the_template_as_an_object(make: Callable[..., Made]) -> None:

@@ -145,11 +145,25 @@ def test_a_question_is_answered_with_its_sources(client: TestClient, rag: LazyRA
     assert found[0]["text"] == wanted.hits[0].chunk.text
 
 
-def test_a_question_to_nothing_is_refused_with_the_reason(client: TestClient) -> None:
+def test_a_question_to_nothing_is_refused_with_the_reason_and_no_folder(client: TestClient, tmp_path: Path) -> None:
     for path, body in (("/v1/query", {"question": "Why?"}), ("/v1/search", {"query": "Why?"})):
         refused = client.post(path, json=body)
         assert refused.status_code == 400
         assert "no store" in refused.json()["error"]["message"]
+        assert str(tmp_path) not in refused.text
+    add(client, {"id": "a", "text": LETTER})
+    client.delete("/v1/documents/a")
+    refused = client.post("/v1/query", json={"question": "Why?"})
+    assert "nothing to answer from" in refused.json()["error"]["message"]
+    assert str(tmp_path) not in refused.text
+
+
+@pytest.mark.parametrize("field", ['"mtime": 1e400', '"mtime": NaN', f'"pages": [0, {2**70}]', '"pages": [-1]'])
+def test_numbers_that_no_file_has_are_refused(client: TestClient, field: str) -> None:
+    body = f'{{"documents": [{{"text": "x", {field}}}]}}'
+    refused = client.post("/v1/documents", content=body, headers={"Content-Type": "application/json"})
+    assert refused.status_code == 400
+    assert client.get("/v1/documents").json() == {"data": []}
 
 
 # ---------------------------------------------------------------- why not

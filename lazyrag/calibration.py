@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import platformdirs
@@ -19,6 +21,7 @@ from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.config import Config
 from lazyrag.errors import ConfigError
 from lazyrag.modes import AUTO, EXACT, ReuseMode
+from lazyrag.tokens import Tokenizer
 from lazyrag.types import Choice
 
 NEVER = "this model was never calibrated"
@@ -34,17 +37,35 @@ class Calibration:
         why: the finding, in words.
         behind: the preamble or the sink, as set, that chunks were computed behind, if `mode` does that.
         measured: the date.
+        settings: what else it was measured with (`deciding`).
     """
 
     mode: str
     why: str
     behind: str = ""
     measured: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def model_key(config: Config, folder: Path) -> str:
     """Names what a model's answers depend on besides the mode. Reads all of the weights; needs no engine."""
     return model_fingerprint(folder, dtype=f"set to {config.dtype}", engine_args=config.engine_args)
+
+
+def deciding(config: Config, folder: Path) -> dict[str, Any]:
+    """Settings that answers depend on in every mode, beside what `model_key` covers.
+
+    Raises:
+        ConfigError: the model's tokenizer cannot be read.
+    """
+    template = Tokenizer.from_folder(folder).chat_template
+    return {
+        "min_tokens": config.min_tokens,
+        "block_size": config.block_size,
+        "chat_template": sha256(template.encode("utf-8", "surrogatepass")).hexdigest()
+        if template is not None
+        else None,
+    }
 
 
 def behind(mode: str, config: Config) -> str:
@@ -97,6 +118,7 @@ def load(config: Config, folder: Callable[[], Path]) -> Calibration | None:
     try:
         found = Calibration(**json.loads(path.read_text(encoding="utf-8")))
         ReuseMode.parse(found.mode)
+        dict(found.settings)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -112,14 +134,15 @@ def choose(config: Config, folder: Callable[[], Path]) -> Choice:
     fix = f"Type: lazyrag calibrate {of}{ELSE}"
     try:
         found = load(config, folder)
+        now = deciding(config, folder()) if found is not None else {}
     except ConfigError as error:
         return Choice(EXACT, "what was found for this model cannot be read", fix, detail=str(error))
     if found is None:
         return Choice(EXACT, NEVER, fix)
     if found.behind != behind(found.mode, config):
         return Choice(EXACT, f"this model was calibrated with another {ReuseMode.parse(found.mode).kind}", fix)
-    if config.block_size is not None and ReuseMode.parse(found.mode).first_k % config.block_size:
-        return Choice(EXACT, f"the calibrated mode {found.mode} cannot be had with block_size {config.block_size}", fix)
+    if others := [name for name in now if name not in found.settings or found.settings[name] != now[name]]:
+        return Choice(EXACT, f"this model was calibrated with another {', another '.join(others)}", fix)
     return Choice(found.mode, found.why)
 
 

@@ -1212,11 +1212,13 @@ def calibrate_model(
     bound: Annotated[
         float | None,
         typer.Option(
-            "--bound", min=0, help="What may be lost: of what passages add (0.02), or of F1, which is 0 to 1 (0.01)."
+            "--bound",
+            help="What may be lost: of what passages add (0.02), or of F1, which is 0 to 1 (0.01). "
+            "It needs 183 questions for 0.02, 368 for 0.01.",
         ),
     ] = None,
     docs: DocsOption = 10,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions, at most.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions, at most.")] = 400,
     seed: SeedOption = 0,
     as_text: TextOption = False,
     out: OutOption = None,

@@ -15,9 +15,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lazyrag.backend.engine import Engine
 from lazyrag.bench.report import machine
-from lazyrag.calibration import model_key
+from lazyrag.calibration import deciding, model_key
 from lazyrag.client import SYSTEM, LazyRAG, start_engine
 from lazyrag.config import Config
 from lazyrag.errors import InputError
@@ -25,7 +27,6 @@ from lazyrag.modes import EXACT, ReuseMode, default_block_size
 from lazyrag.quality.ask import Reply, ask
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import Estimate, estimate, lost_share, mean
-from lazyrag.tokens import Tokenizer
 
 FULL, NONE = EXACT, "none"
 MAX_TOKENS = 32
@@ -141,14 +142,20 @@ class Result:
             InputError: it is something else.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            arms = {
-                mode: Arm(arm["command"], arm["machine"], tuple(Reply(**reply) for reply in arm["replies"]))
-                for mode, arm in values["arms"].items()
-            }
-            return cls(values["model"], values["data"], arms)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            # What is derived of the arms is written too, for other readers.
+            values = {name: json.loads(path.read_text(encoding="utf-8"))[name] for name in ("model", "data", "arms")}
+            read = _FILE.validate_json(json.dumps(values, allow_nan=False), strict=True)
+            each = {mode: len(arm.replies) for mode, arm in read.arms.items()}
+            if each and not ({FULL, NONE} <= each.keys() and {*each.values()} == {len(read.data["ids"])}):
+                raise ValueError
+            if not isinstance(read.data.get("settings", {}), dict):
+                raise ValueError
+            return read
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise InputError(f"{path} is not the JSON of an evaluation.", fix="Name another file.") from None
+
+
+_FILE = TypeAdapter(Result)
 
 
 def evaluate(
@@ -222,14 +229,7 @@ def evaluate(
 
 def _settings(config: Config, folder: Path) -> dict[str, Any]:
     """What answers depend on beside the questions and what `model_key` covers. The operator's own, so as it is."""
-    template = Tokenizer.from_folder(folder).chat_template
-    return {
-        "preamble": config.preamble or SYSTEM,
-        "sink": config.sink,
-        "min_tokens": config.min_tokens,
-        "block_size": config.block_size,
-        "chat_template": _digest(template) if template is not None else None,
-    }
+    return {"preamble": config.preamble or SYSTEM, "sink": config.sink, **deciding(config, folder)}
 
 
 def _digest(text: str) -> str:

@@ -6,6 +6,7 @@ punctuation, articles and superfluous space, with the best of the right answers.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -17,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 2_000
+CAUTIOUS_RESAMPLES = 10_000
 CONFIDENCE = 0.95
+TAIL = (1 - CONFIDENCE) / 2
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -71,9 +74,35 @@ def estimate(statistic: Callable[..., Any], *samples: Sequence[float], seed: int
     n = len(arrays[0])
     drawn = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
     resampled = statistic(*(array[drawn] for array in arrays))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(resampled, (tail, 1 - tail))
+    low, high = np.quantile(resampled, (TAIL, 1 - TAIL))
     return Estimate(float(statistic(*arrays)), float(low), float(high))
+
+
+def cautious(lost: Sequence[float], at_stake: Sequence[float], seed: int = 0) -> Estimate:
+    """The share that is lost of what is at stake, for decisions: losses that no question of the sample shows count too.
+
+    The interval is that of the Bayesian bootstrap (Rubin 1981: weights are exponential) over the sample and one
+    question more, which loses all that is at stake on average. Where every question loses all or nothing of the same,
+    its upper end is Clopper's and Pearson's (1934), Beta(lost + 1, n - lost). The ordinary bootstrap of a sample
+    without a loss has the interval [0, 0].
+
+    Args:
+        lost: [n], by question.
+        at_stake: [n], of the same questions.
+        seed: of the weights.
+    """
+    sample = np.array([lost, at_stake], dtype=np.float64)
+    mean_stake = sample[1].mean()
+    with_worst = np.append(sample, [[mean_stake], [mean_stake]], axis=1)
+    weights = np.random.default_rng(seed).exponential(size=(CAUTIOUS_RESAMPLES, with_worst.shape[1]))
+    shares = np.divide(*(with_worst @ weights.T))
+    low, high = np.quantile(shares, (TAIL, 1 - TAIL))
+    return Estimate(float(sample[0].mean() / mean_stake), float(low), float(high))
+
+
+def needed(most: float) -> int:
+    """Of how many questions, none of which loses anything, the interval of `cautious` ends below `most`, 0 to 1."""
+    return math.ceil(math.log(TAIL) / math.log1p(-most))
 
 
 def mean(values: Floats) -> Any:

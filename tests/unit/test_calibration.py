@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def config(model: Path, **settings: object) -> Config:
     return Config.load(model=str(model), **settings)
 
 
+def save(found: Calibration, settings: Config, model: Path) -> Path:
+    """Keep a finding as one that was measured with these settings."""
+    return calibration.save(replace(found, settings=calibration.deciding(settings, model)), settings, model)
+
+
 def chosen(model: Path, **settings: object) -> Choice:
     return LazyRAG(config(model, **settings)).choice
 
@@ -64,7 +70,7 @@ def test_a_model_that_was_never_calibrated_runs_exact_and_says_so_once(
 
 
 def test_what_was_found_for_a_model_is_what_runs(model: Path) -> None:
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     assert chosen(model) == Choice("sink+first_k=16", "loses 0.4%")
     assert LazyRAG(config(model)).engine_config.mode == "sink+first_k=16"
 
@@ -73,7 +79,7 @@ def test_tenants_share_tokenizer_embedder_and_the_look_at_the_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded once for all of them, also if they come at once; an error is not kept."""
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     loads: Counter[str] = Counter()
 
     def counted(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,17 +108,17 @@ def test_tenants_share_tokenizer_embedder_and_the_look_at_the_weights(
     assert choices == {root.choice} == {Choice(FOUND.mode, FOUND.why)}
     assert tokenizers == {id(root.tokenizer)}
     assert embedders == {id(root.embedder)}
-    assert loads == {"tokenizer": 2, "embedder": 2, "weights": 2}, "the failed ones among them"
+    assert loads == {"tokenizer": 3, "embedder": 2, "weights": 2}, "failed ones, and a look at the template"
     assert len({id(tenant.library) for tenant in tenants}) == 8
 
 
 def test_a_mode_that_is_set_runs_whatever_was_found(model: Path) -> None:
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     assert chosen(model, mode="lazy") == Choice("lazy", "set by argument")
 
 
 def test_a_finding_is_of_these_weights_settings_and_nothing_else(model: Path) -> None:
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     for other in (
         config(model, dtype="float32"),
         config(model, engine_args={"rope_theta": 1}),
@@ -125,24 +131,38 @@ def test_a_finding_is_of_these_weights_settings_and_nothing_else(model: Path) ->
 
 def test_what_chunks_are_computed_behind_belongs_to_the_finding(model: Path) -> None:
     with_preamble = config(model, preamble="Be brief.")
-    calibration.save(Calibration("prefix", "good", calibration.behind("prefix", with_preamble)), with_preamble, model)
+    save(Calibration("prefix", "good", calibration.behind("prefix", with_preamble)), with_preamble, model)
     assert LazyRAG(with_preamble).choice.mode == "prefix"
     assert chosen(model).why == "this model was calibrated with another prefix"
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     assert chosen(model, preamble="Another one.").mode == FOUND.mode, "chunks behind sinks see no preamble"
     assert chosen(model, sink="\n\n").why == "this model was calibrated with another sink"
 
 
-def test_a_mode_that_the_block_size_forbids_does_not_run(model: Path) -> None:
+@pytest.mark.parametrize("changed", [{"min_tokens": 500}, {"block_size": 32}])
+def test_a_finding_is_not_used_under_other_settings_that_decide(model: Path, changed: dict[str, Any]) -> None:
+    other = config(model, **changed)
+    save(FOUND, other, model)
+    assert LazyRAG(other).choice.mode == FOUND.mode
+    choice = chosen(model)
+    assert (choice.mode, choice.why) == ("exact", f"this model was calibrated with another {next(iter(changed))}")
+    assert "lazyrag calibrate" in choice.fix
+
+
+def test_a_finding_is_not_used_with_another_chat_template_nor_if_it_does_not_say(model: Path) -> None:
+    save(FOUND, config(model), model)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert chosen(model).why == "this model was calibrated with another chat_template"
     calibration.save(FOUND, config(model), model)
-    assert chosen(model, block_size=16).mode == FOUND.mode
-    choice = chosen(model, block_size=32)
-    assert (choice.mode, "block_size 32" in choice.why) == ("exact", True)
+    assert "another min_tokens, another block_size" in chosen(model).why
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", '{"mode": "lazy"}', '{"mode": "lzy", "why": ""}', "\0"])
+@pytest.mark.parametrize(
+    "damaged",
+    ["", "[]", '{"mode": "lazy"}', '{"mode": "lzy", "why": ""}', '{"mode": "lazy", "why": "", "settings": 5}', "\0"],
+)
 def test_a_damaged_finding_is_none_and_says_so(model: Path, damaged: str) -> None:
-    calibration.save(FOUND, config(model), model).write_text(damaged)
+    save(FOUND, config(model), model).write_text(damaged)
     choice = chosen(model)
     assert choice.mode == "exact"
     assert "cannot be read" in choice.why
@@ -156,11 +176,11 @@ def test_no_weights_are_read_where_nothing_was_ever_found(model: Path, monkeypat
 
 def test_writers_and_readers_at_the_same_time_meet_whole_findings_only(model: Path, tmp_path: Path) -> None:
     settings = config(model)
-    calibration.save(FOUND, settings, model)
+    save(FOUND, settings, model)
 
     def write(number: int) -> None:
         for _ in range(20):
-            calibration.save(Calibration("lazy", f"writer {number}" * 1000), settings, model)
+            save(Calibration("lazy", f"writer {number}" * 1000), settings, model)
 
     writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for writer in writers:
@@ -173,7 +193,7 @@ def test_writers_and_readers_at_the_same_time_meet_whole_findings_only(model: Pa
 def test_who_may_read_a_finding_is_the_umasks_matter(model: Path) -> None:
     before = os.umask(0o027)
     try:
-        path = calibration.save(FOUND, config(model), model)
+        path = save(FOUND, config(model), model)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
@@ -182,7 +202,7 @@ def test_who_may_read_a_finding_is_the_umasks_matter(model: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said_and_left_as_it_was(model: Path, tmp_path: Path) -> None:
     (tmp_path / "calibrations").write_text("no folder")
     with pytest.raises(ConfigError, match="LAZYRAG_CALIBRATIONS"):
-        calibration.save(FOUND, config(model), model)
+        save(FOUND, config(model), model)
 
 
 def test_a_reason_names_no_folder_but_its_detail_does(model: Path, tmp_path: Path) -> None:
@@ -195,7 +215,7 @@ def test_a_reason_names_no_folder_but_its_detail_does(model: Path, tmp_path: Pat
     store = tmp_path / "kb"
     of_store = Config(str(model), mode="lazy", store=store, origins={"mode": str(store)})
     assert calibration.choose(of_store, lambda: model) == Choice("lazy", "set by the store", detail=str(store))
-    path = calibration.save(FOUND, config(model), model)
+    path = save(FOUND, config(model), model)
     path.write_text("")
     unreadable = chosen(model)
     assert str(tmp_path) not in unreadable.why
@@ -213,7 +233,7 @@ def test_clients_of_one_mode_share_an_engine_whoever_chose_it(model: Path, monke
         return FakeEngine(folder, mode=settings.mode)
 
     monkeypatch.setattr(client, "start_engine", start)
-    calibration.save(Calibration("lazy", "loses nothing"), config(model), model)
+    save(Calibration("lazy", "loses nothing"), config(model), model)
     try:
         auto, named = LazyRAG(config(model)), LazyRAG(config(model, mode="lazy"))
         assert auto.engine is named.engine
@@ -223,7 +243,7 @@ def test_clients_of_one_mode_share_an_engine_whoever_chose_it(model: Path, monke
 
 
 def test_every_answer_says_which_mode_ran_and_why(model: Path) -> None:
-    calibration.save(Calibration("lazy", "loses nothing"), config(model), model)
+    save(Calibration("lazy", "loses nothing"), config(model), model)
     rag = LazyRAG(config(model), engine=FakeEngine(model, mode="lazy"))
     (answer,) = rag.generate(["A prompt."])
     assert answer.mode == Choice("lazy", "loses nothing")
@@ -245,6 +265,6 @@ def test_doctor_says_which_mode_runs_and_what_to_type(model: Path) -> None:
     row = mode_row(config(model))
     assert (row.status, row.found) == ("warn", "exact: this model was never calibrated")
     assert "lazyrag calibrate" in row.fix
-    calibration.save(FOUND, config(model), model)
+    save(FOUND, config(model), model)
     assert mode_row(config(model)) == Row("mode", "ok", "sink+first_k=16: loses 0.4%")
     assert "lazyrag eval" in mode_row(config(model, mode="lazy")).found

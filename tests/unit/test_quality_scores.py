@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyrag.quality.scores import estimate, exact_match, f1, lost_share, mean
+from lazyrag.quality.scores import cautious, estimate, exact_match, f1, lost_share, mean, needed
 
 squad = pytest.importorskip("transformers.data.metrics.squad_metrics")
 scipy_stats = pytest.importorskip("scipy.stats")
@@ -46,6 +46,21 @@ def test_what_belongs_together_is_drawn_together() -> None:
     found = estimate(lost_share, mode, full, none)
     assert found.value == pytest.approx(0.2, abs=0.01)
     assert found.high - found.low < 0.01
+
+
+@pytest.mark.parametrize(("n", "bad"), [(50, 0), (50, 3), (200, 0), (200, 20)])
+def test_a_cautious_interval_of_questions_lost_whole_ends_where_clopper_and_pearson_say(n: int, bad: int) -> None:
+    found = cautious([1.0] * bad + [0.0] * (n - bad), [1.0] * n)
+    assert found.value == pytest.approx(bad / n)
+    exact = scipy_stats.binomtest(bad, n).proportion_ci(0.95, method="exact")
+    assert found.high == pytest.approx(exact.high, rel=0.03)
+
+
+def test_as_many_questions_are_needed_as_make_the_interval_of_no_loss_end_at_the_bound() -> None:
+    for most in (0.01, 0.02, 0.3):
+        n = needed(most)
+        assert scipy_stats.binomtest(0, n).proportion_ci(0.95, method="exact").high <= most
+        assert scipy_stats.binomtest(0, n - 1).proportion_ci(0.95, method="exact").high > most
 
 
 def test_the_same_samples_have_the_same_interval() -> None:

@@ -518,7 +518,10 @@ def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(run: Run, s
     assert "Starting the engine" not in result.stderr
 
 
-def test_serve_without_a_store_says_only_that(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_without_a_store_says_only_that(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAZYRAG_MODE")
     result = run("serve", "--store", tmp_path / "missing")
     assert result.exit_code == 2
     assert "There is no store" in result.stderr

@@ -739,19 +739,19 @@ def test_no_more_kv_is_kept_than_the_namespace_may(store, docs):
 
 def test_a_resumed_ingest_warms_each_chunk_once_and_fills_its_quota(store, docs):
     """What was stored before stands in the same page of the store as what this run warms while it is read."""
-    first = [Document(f"a{i}", f"a{i} ".ljust(30, "x"), "s") for i in range(200)]
+    first = [Document(f"a{i}", f"a{i} ".ljust(30, "x"), "s") for i in range(900)]
     second = [Document(f"b{i}", f"b{i} ".ljust(30, "x"), "s") for i in range(1300)]
     list(run(make_plan(store, documents=first)))
     engine, gate = Engine(), threading.Event()
 
     def warm(chunks):
-        for result in engine.warm(chunks):
-            yield result
-            gate.wait(0.001)  # so that the rest begins while chunks of this run wait
+        for chunk in chunks:
+            yield from engine.warm([chunk])
+            gate.wait(0.0005)  # so that the rest begins while chunks of this run wait
 
-    made = make_plan(store, documents=[*first, *second], quota=Quota(kv_bytes=1500 * 30))
+    made = make_plan(store, documents=[*first, *second], quota=Quota(kv_bytes=2200 * 30))
     *_, summary = run(made, warm=warm, fingerprint="f", bytes_per_token=1)
-    assert (len(engine.warmed), len(set(engine.warmed))) == (1500, 1500)
+    assert (len(engine.warmed), len(set(engine.warmed))) == (2200, 2200)
     assert summary.failed == ()
     assert store.num_unwarmed("f") == 0
 

@@ -177,4 +177,4 @@ def test_a_fault_planted_in_attention_ends_in_exact_with_the_reason(engine, monk
     broken, _ = run(engine, tmp_path / "broken.json")
     assert broken.mode == "exact"
     assert "lazy loses" in broken.why
-    assert "more than 75.0%" in broken.why
+    assert "only 75.0% are allowed" in broken.why

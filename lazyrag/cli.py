@@ -17,7 +17,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import wraps
-from glob import has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, Protocol, TypeAlias
@@ -71,15 +70,6 @@ class Measured(str, Enum):
     f1 = "f1"
 
 
-class What(str, Enum):
-    """What `bench` is to find out."""
-
-    run = "run"
-    profile = "profile"
-    segment = "segment"
-    ingest = "ingest"
-
-
 class Countable(Protocol):
     """A step of something long: `done` of `total`, in a stage of it."""
 
@@ -102,6 +92,8 @@ config_app = typer.Typer(help="The settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 kv_app = typer.Typer(help="The chunks' KV.", no_args_is_help=True)
 app.add_typer(kv_app, name="kv")
+bench_app = typer.Typer(invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
 
 # Text, not a Path: an empty one would be the current folder, and is a mistake.
 StoreOption = Annotated[str | None, typer.Option("--store", metavar="PATH", help="Folder of the store.")]
@@ -216,9 +208,8 @@ def ingest(
         feed_server(server, paths, kv, sync, dry_run, fail_fast, quiet, as_json)
     config = load(file, **settings)
     rag = LazyRAG(config)
-    findable = (not path or path == "-" or has_magic(path) or os.path.lexists(path) for path in paths)
-    if rag.store is None and not any(findable):  # no store is made for that
-        raise InputError("There is nothing to ingest:", why=f"{', '.join(paths)} cannot be found.")
+    if kv is KV.now:
+        rag.engine_config  # noqa: B018  (settings that no engine can have are refused before files are read)
     if dry_run:
         with TemporaryDirectory() as folder:  # for a store that does not exist yet, and shall not
             plan = (rag if rag.store else LazyRAG(replace(config, store=Path(folder)))).plan_ingest(paths)
@@ -612,7 +603,12 @@ def tune(
         str, typer.Option("--modes", metavar="NAMES", help="What to tune for, with commas: lazy, sink+first_k=16, ...")
     ] = "lazy,sink",
     synthetic: Annotated[
-        Path | None, typer.Option("--synthetic", metavar="STORE|FILE", help="Make questions about these passages, too.")
+        Path | None,
+        typer.Option(
+            "--synthetic",
+            metavar="STORE|FILE",
+            help="Make questions about these passages, too. A store's model is the one to tune, if none is named.",
+        ),
     ] = None,
     cloze: Annotated[
         int | None, typer.Option("--cloze", min=0, help="Questions to make. [1000 with --synthetic, else 0]")
@@ -649,17 +645,23 @@ def tune(
     """Fine-tune a model for documents that do not see each other, and measure it on documents held out."""
     from lazyrag.client import LazyRAG
     from lazyrag.quality.data import load as load_questions
-    from lazyrag.tune import run
-    from lazyrag.tune.train import Recipe
 
     if steps is not None and epochs is not None:
         raise ConfigError("Both steps and epochs are given.", fix="Give one of them.")
-    config = load(file, model=model, namespace=namespace)
+    store = synthetic if synthetic is not None and synthetic.is_dir() else None
+    config = load(file, model=model, namespace=namespace, store=store)
     asked = [question for path in data or () for question in load_questions(path).questions]
+    if not asked and synthetic is None:
+        raise InputError("There is nothing to train on.", fix="Name a file of questions, or passages: --synthetic.")
+    model_folder = LazyRAG(config).model
+
+    from lazyrag.tune import run  # torch, after what can be refused without it
+    from lazyrag.tune.train import Recipe
+
     made = run.passages(synthetic, config.namespace) if synthetic is not None else []
     count = cloze if cloze is not None else 1000 if made else 0
     if not asked and not (made and count):
-        raise InputError("There is nothing to train on.", fix="Name a file of questions, or passages: --synthetic.")
+        raise InputError("There is nothing to train on:", why=f"{synthetic} gives no questions.")
     recipe = Recipe(
         modes=tuple(name.strip() for name in modes.split(",")),
         exact_share=exact_share,
@@ -672,7 +674,7 @@ def tune(
         steps=steps or 1,
     )
     options = run.Options(
-        model=LazyRAG(config).model,
+        model=model_folder,
         out=out,
         recipe=recipe,
         epochs=None if steps is not None else epochs if epochs is not None else 3,
@@ -1025,17 +1027,32 @@ def match(store: Store, namespace: str, name: str, *, recursive: bool = False) -
 # ---------------------------------------------------------------- speed
 
 
-@app.command()
+ShapeOption = Annotated[
+    str | None, typer.Option("--shape", help="llama-8b or tiny; chooses the workloads, too. [tiny without a GPU]")
+]
+FolderOption = Annotated[Path | None, typer.Option("--model", help="Folder of a model with weights. [the shape's]")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")]
+RoundsOption = Annotated[int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13; quick: 3]")]
+KVOption = Annotated[float | None, typer.Option("--kv-gb", help="KV pool of each of the two engines, in GB.")]
+MemoryOption = Annotated[
+    float, typer.Option("--memory-share", help="Part of the GPU's memory that must be free when an engine starts.")
+]
+SizesOption = Annotated[
+    str | None, typer.Option("--capture-sizes", metavar="SIZES", help="Batches with CUDA graphs, with commas.")
+]
+EagerOption = Annotated[bool, typer.Option("--eager", help="Neither compile nor use CUDA graphs.")]
+EngineArgsOption = Annotated[
+    str | None, typer.Option("--engine-args", metavar="JSON", help="Arguments of vLLM for all engines.")
+]
+GrowingOption = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here as it grows.")]
+
+
+@bench_app.callback()
 @guarded
 def bench(
-    what: Annotated[
-        What,
-        typer.Argument(help="Figures; a hot request's milliseconds; how fast chunks are found; how fast an ingest is."),
-    ] = What.run,
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="llama-8b or tiny; chooses the workloads, too. [tiny without a GPU]")
-    ] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="Folder of a model with weights. [the shape's]")] = None,
+    context: typer.Context,
+    shape: ShapeOption = None,
+    model: FolderOption = None,
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="NAMES", help="With commas, in order of weight. [all]")
     ] = None,
@@ -1043,49 +1060,24 @@ def bench(
         str | None, typer.Option("--only", metavar="TEXT", help="Only workloads with this in their name: 'zipf 1.1'.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few repetitions, and no arrivals at chosen rates.")] = False,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="Repetitions of each arm. [13; prompts: 300]")
-    ] = None,
+    rounds: RoundsOption = None,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="Begin nothing after so long.")
     ] = None,
-    kv_gb: Annotated[float | None, typer.Option("--kv-gb", help="KV pool of each of the two engines, in GB.")] = None,
-    memory_share: Annotated[
-        float, typer.Option("--memory-share", help="Part of the GPU's memory that must be free when an engine starts.")
-    ] = 0.2,
-    capture_sizes: Annotated[
-        str | None, typer.Option("--capture-sizes", metavar="SIZES", help="Batches with CUDA graphs, with commas.")
-    ] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Neither compile nor use CUDA graphs.")] = False,
-    engine_args: Annotated[
-        str | None, typer.Option("--engine-args", metavar="JSON", help="Arguments of vLLM for all engines.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here as it grows.")] = None,
+    kv_gb: KVOption = None,
+    memory_share: MemoryOption = 0.2,
+    capture_sizes: SizesOption = None,
+    eager: EagerOption = False,
+    engine_args: EngineArgsOption = None,
+    out: GrowingOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure LazyRAG against the same vLLM without it, after a check of the answers."""
-    command = " ".join(["lazyrag", *sys.argv[1:]])
-    if what is What.segment:
-        of_engines = {
-            "--shape": shape,
-            "--model": model,
-            "--metrics": metrics,
-            "--only": only,
-            "--time-limit": time_limit,
-            "--kv-gb": kv_gb,
-            "--capture-sizes": capture_sizes,
-            "--eager": eager,
-            "--engine-args": engine_args,
-        }
-        if given := [name for name, value in of_engines.items() if value]:
-            raise InputError(f"No engine is started to find chunks: {', '.join(given)} cannot be.")
-        bench_segment(quick, rounds, out, as_json, command)
-        return
-    if what is What.ingest:
-        of_engines = {"--shape": shape, "--time-limit": time_limit, "--kv-gb": kv_gb, "--engine-args": engine_args}
-        if given := [name for name, value in {**of_engines, "--rounds": rounds, "--eager": eager}.items() if value]:
-            raise InputError(f"{', '.join(given)} cannot be set here.", fix="Set variables: LAZYRAG_ENGINE_ARGS, ...")
-        bench_ingest(metrics, quick, model, out, as_json, command)
+    if context.invoked_subcommand is not None:
+        given = (p for p in context.command.params if context.params.get(p.name or "") not in (p.default, None))
+        if wrong := [p.opts[0] for p in given]:
+            last = context.invoked_subcommand
+            raise InputError(f"{', '.join(wrong)} cannot stand before {last}.", fix=f"Type it behind {last}.")
         return
     from lazyrag.bench import report, run
 
@@ -1103,29 +1095,91 @@ def bench(
         eager=eager,
         engine_args=engine_args,
         out=out,
-        command=command,
+        command=typed(),
     )
-    result = run.profile(options, say) if what is What.profile else run.bench(options, say)
+    result = run.bench(options, say)
     reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
 
 
-def bench_segment(quick: bool, prompts: int | None, out: Path | None, as_json: bool, command: str) -> None:
+@bench_app.command("profile")
+@guarded
+def bench_profile(
+    shape: ShapeOption = None,
+    model: FolderOption = None,
+    quick: QuickOption = False,
+    rounds: RoundsOption = None,
+    kv_gb: KVOption = None,
+    memory_share: MemoryOption = 0.2,
+    capture_sizes: SizesOption = None,
+    eager: EagerOption = False,
+    engine_args: EngineArgsOption = None,
+    out: GrowingOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure where the milliseconds of a hot request go, in LazyRAG and in the same vLLM without it."""
+    from lazyrag.bench import report, run
+
+    options = run.options(
+        shape=shape,
+        model=model,
+        quick=quick,
+        rounds=rounds,
+        kv_gb=kv_gb,
+        memory_share=memory_share,
+        capture_sizes=capture_sizes,
+        eager=eager,
+        engine_args=engine_args,
+        out=out,
+        command=typed(),
+    )
+    result = run.profile(options, say)
+    reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
+
+
+@bench_app.command("segment")
+@guarded
+def bench_segment(
+    quick: QuickOption = False,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Prompts of each kind of corpus. [300]")] = None,
+    out: GrowingOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how fast the chunks of a prompt are found, and what their index costs. Starts no engine."""
     from lazyrag.bench import segment
 
+    check_writable(out)
     options = segment.QUICK if quick else segment.FULL
-    result = segment.bench(options, say, prompts=prompts, out=out, command=command)
+    result = segment.bench(options, say, prompts=rounds, out=out, command=typed())
     reply(asdict(result), as_json, lambda: segment.tables(result))
 
 
+@bench_app.command("ingest")
+@guarded
 def bench_ingest(
-    metrics: str | None, quick: bool, model: Path | None, out: Path | None, as_json: bool, command: str
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="NAMES", help="stand-ins, embedding, prefill; with commas. [all]")
+    ] = None,
+    model: ModelOption = None,
+    quick: QuickOption = False,
+    out: GrowingOption = None,
+    as_json: JsonOption = False,
 ) -> None:
+    """Measure whether an ingest is as fast as the slower of embedding and prefill, in flat memory.
+
+    Its engine is set by variables: LAZYRAG_ENGINE_ARGS, ...
+    """
     from lazyrag.bench import ingest
 
+    check_writable(out)
     cases = ingest.CASES if metrics is None else split_names(metrics)
     chunks = ingest.QUICK if quick else ingest.FULL
-    result = ingest.bench(cases, chunks, say, model=str(model or load(None).model), out=out, command=command)
+    result = ingest.bench(cases, chunks, say, model=load(None, model=model).model, out=out, command=typed())
     reply(asdict(result), as_json, lambda: ingest.tables(result))
+
+
+def typed() -> str:
+    """The command as it was typed."""
+    return " ".join(["lazyrag", *sys.argv[1:]])
 
 
 # ---------------------------------------------------------------- quality
@@ -1145,6 +1199,9 @@ def evaluate_modes(
     modes: Annotated[
         str, typer.Option("--modes", metavar="NAMES", help="With commas; exact is always there.")
     ] = "lazy,sink,sink+first_k=16",
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="PATH", help="Whose model, preamble and sink; no passages.")
+    ] = None,
     model: ModelOption = None,
     preamble: PreambleOption = None,
     docs: DocsOption = 10,
@@ -1172,7 +1229,9 @@ def evaluate_modes(
     if plot is not None:
         need("matplotlib", extra="plot")  # now, and not after hours
     check_writable(out, plot)
-    rag = LazyRAG(load(file, model=model, preamble=preamble))
+    rag = LazyRAG(load(file, store=store, model=model, preamble=preamble))
+    if store is not None and rag.store is None:
+        raise MissingStoreError(f"There is no store in {store}.", fix="Name another one, or a model: --model.")
     found = load_questions(data)
     found = without_seen(found, unseen_by or rag.model)
     result = evaluate(
@@ -1183,7 +1242,7 @@ def evaluate_modes(
         chat=not as_text,
         data={"name": found.name, "digest": found.digest, "passages": docs, "order": order.value, "seed": seed},
         out=out,
-        command=" ".join(["lazyrag", *sys.argv[1:]]),
+        command=typed(),
         tell=say,
         start=start_engine,
     )

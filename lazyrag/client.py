@@ -234,10 +234,20 @@ class LazyRAG:
         chosen = self._loaded.once(("choice", anybodys), lambda: choose(config, lambda: self.model))
         if self._engine is not None and self._engine.info.mode != chosen.mode:
             return Choice(self._engine.info.mode, "the running engine's")
-        if chosen.fix and chosen not in self._told:
-            self._told.add(chosen)
-            logger.warning("Mode %s, for %s. %s", chosen.mode, chosen.reason.rstrip("."), chosen.fix)
+        if chosen.fix:
+            self._tell(chosen)
         return chosen
+
+    def _tell(self, chosen: Choice) -> None:
+        """Say, once a process and once a store, that a mode runs that nobody has chosen or found."""
+        store, words = self._store, f"{chosen.mode}: {chosen.why}"
+        is_noted = store is not None and store.settings().get("told") == words
+        if chosen not in self._told and not is_noted:
+            logger.warning("Mode %s, for %s. %s", chosen.mode, chosen.reason.rstrip("."), chosen.fix)
+        self._told.add(chosen)
+        if store is not None and not is_noted:
+            with suppress(StoreError):  # one that cannot be written, or not now
+                store.remember(told=words)
 
     @property
     def engine_config(self) -> Config:
@@ -676,20 +686,39 @@ class LazyRAG:
 
         Raises:
             ConfigError: no store is configured.
+            InputError: there is nothing in the paths, and no store yet.
             StoreError: the store was made with another tokenizer or embedder.
         """
         from lazyrag import ingest
+        from lazyrag.loaders import scan
         from lazyrag.splitter import Splitter
 
-        return ingest.plan(
+        if self.config.store is None:
+            self._needed_store()  # says so
+        self.tokenizer  # noqa: B018  (a wrong model is an error before files are read)
+        found = scan(paths)  # before anything is made or loaded for it
+        if self.store is None and found.is_empty and not documents:
+            raise found.nothing()
+        plan = ingest.plan(
             self._made_store(),
-            paths,
+            found,
             documents=documents,
             splitter=Splitter(self.tokenizer, self.config.chunk_size, self.config.chunk_overlap),
-            embedder=self.embedder,
+            embedder=self._named_embedder,
             namespace=self.config.namespace,
             quota=self.config.quota,
         )
+        if plan.added or plan.changed:
+            self.embedder  # noqa: B018  (one that is not there is an error before an engine starts)
+        return plan
+
+    @property
+    def _named_embedder(self) -> Embedder:
+        """The embedder, loaded by whoever wants a vector: many a question is answered by its name alone."""
+        from lazyrag.retrievers.embed import DeferredEmbedder, embedder_name
+
+        name = embedder_name(self.config.embedder)
+        return self.embedder if name is None else DeferredEmbedder(name, lambda: self.embedder)
 
     def _made_store(self) -> Store:
         """The store, made if there is none."""
@@ -987,7 +1016,7 @@ class LazyRAG:
         return await asyncio.to_thread(self.search, query, k)
 
     def _search(self) -> Searcher:
-        store, embedder = self._needed_store(), self.embedder
+        store, embedder = self._needed_store(), self._named_embedder
         with self._searcher_lock:
             if self._searcher is None:
                 from lazyrag.retrievers.search import Searcher
@@ -1026,9 +1055,9 @@ class LazyRAG:
             raise InputError("The question is empty.")
         if not _is_unicode(question):
             raise InputError("The question holds a lone surrogate, which is no character.")
-        self._needed_store()
+        store = self._needed_store()
         self.model  # noqa: B018  (a wrong model is an error before the embedder is loaded)
-        hits = self.search(question, k)
+        hits = self.search(question, k) if any(True for _ in store.documents(self.config.namespace)) else []
         if not hits:
             namespace = f"namespace {self.config.namespace!r}" if self.config.namespace else "default namespace"
             raise InputError(

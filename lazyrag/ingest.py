@@ -119,7 +119,7 @@ class IngestPlan(Difference):
     @property
     def settings(self) -> dict[str, str]:
         """What the store is tied to by this ingest."""
-        embedding = {"embedding": self.embedder.name, "dim": str(self.embedder.dim)} if self.embedder else {}
+        embedding = {"embedding": self.embedder.name} if self.embedder else {}
         return {"tokenizer": self.splitter.tokenizer.fingerprint, **embedding}
 
 
@@ -171,7 +171,7 @@ class Summary:
 
 def plan(
     store: Store,
-    paths: Iterable[str | PathLike[str]] = (),
+    paths: Iterable[str | PathLike[str]] | Scan = (),
     *,
     splitter: Splitter,
     embedder: Embedder | None = None,
@@ -184,7 +184,7 @@ def plan(
 
     Args:
         store: where they shall be.
-        paths: see `lazyrag.loaders.scan`.
+        paths: see `lazyrag.loaders.scan`; or what it has found.
         splitter: how they are split.
         embedder: makes them searchable; None: they are not.
         documents: from elsewhere than files. They are never missing. One with fields that cannot be is a failure. A
@@ -199,7 +199,7 @@ def plan(
     """
     if isinstance(documents, (Document, str, bytes, Mapping)):
         raise InputError("One document was given where a list of documents is meant.", fix="Pass a list: [document].")
-    found = scan(paths, max_bytes=max_bytes)
+    found = paths if isinstance(paths, Scan) else scan(paths, max_bytes=max_bytes)
     for number, document in enumerate(documents, 1):
         if isinstance(document, Source):
             found.sources.append(document)
@@ -511,7 +511,10 @@ class _Run:
         self, sync: bool, warm: Warm | None, rest: bool, fingerprint: str | None
     ) -> Iterator[Progress | Summary]:
         plan, store = self._plan, self._store
-        store.require(**plan.settings)
+        dim = {}
+        if plan.embedder is not None and "embedding" not in store.settings():  # else it is not asked, which may load it
+            dim = {"dim": str(plan.embedder.dim)}
+        store.require(**plan.settings, **dim)
         key = store.start_run(plan.namespace)
         if warm is not None:
             self._fingerprint = fingerprint

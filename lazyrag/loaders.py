@@ -29,6 +29,7 @@ from lazyrag.registry import Registry
 from lazyrag.types import EMPTY, Document, Metadata, MetadataValue
 
 MAX_BYTES = 100 * 2**20
+SHOWN = 3  # reasons, where there may be many
 T = TypeVar("T")
 
 
@@ -81,6 +82,23 @@ class Scan:
         """Whether a document that was loaded before would have been found now, if it still existed."""
         above = {id, *(id[: match.start()] or "/" for match in re.finditer("[/#]", id))}
         return not above.isdisjoint(self.roots) and above.isdisjoint(self._unknown)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether paths were given, and hold nothing that can be loaded."""
+        return not self.sources and bool(self.roots or self.failed)
+
+    def nothing(self) -> InputError:
+        """What to say of that."""
+        reasons = [f"{failure.error.what} {failure.error.why}" for failure in self.failed[:SHOWN]]
+        more = len(self.failed) - len(reasons)
+        reasons += [f"{more} more like that."] if more else []
+        known = ", ".join(sorted(FORMATS))
+        return InputError(
+            "There is nothing to ingest:",
+            why=" ".join(reasons) or f"of the files there, none is of a known type ({known}).",
+            fix="" if reasons else "Name a file to have it read as text, whatever its type.",
+        )
 
     def fail(self, path: str, why: str, *, place: str = "") -> None:
         """List a file or folder, or one `place` in a file."""

@@ -70,6 +70,38 @@ def load_embedder(name: str, *, dtype: str = "float32", threads: int | None = No
     return EMBEDDERS.get(name)(dtype=dtype, threads=threads)
 
 
+def embedder_name(name: str) -> str | None:
+    """The `Embedder.name` of what `load_embedder` would load, as far as it can be told without loading; else None."""
+    if name == "minilm":
+        return name
+    if name in EMBEDDERS:
+        return None
+    return _folder_name(Path(name)) if Path(name).is_dir() else name if "/" in name else None
+
+
+class DeferredEmbedder:
+    """An embedder whose name is known; it is loaded when it is asked for anything else.
+
+    Args:
+        name: the embedder's own.
+        load: called again and again, so it should remember what it loaded. Raises what `load_embedder` does.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Embedder]) -> None:
+        self.name = name
+        self._load = load
+
+    @property
+    def dim(self) -> int:
+        return self._load().dim
+
+    def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        return self._load().embed_documents(texts)
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        return self._load().embed_query(text)
+
+
 @EMBEDDERS.register("minilm")
 def _minilm(*, dtype: str, threads: int | None) -> Embedder:
     # The package's own module is not imported: only its folder is wanted.

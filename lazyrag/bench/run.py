@@ -94,6 +94,7 @@ def options(
     """`Options` from what is typed: names and numbers with commas, gigabytes, JSON; no shape: what the machine can run.
 
     Raises:
+        ConfigError: there is no such model.
         InputError: something that cannot be read.
     """
     names = QUICK_METRICS if quick else tuple(METRICS)
@@ -108,6 +109,8 @@ def options(
         raise InputError(f"--kv-gb is {kv_gb}: it must be a number of gigabytes.")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise InputError(f"{out} cannot be written:", why="it is a folder, or its folder does not exist.")
+    if model is not None:
+        read_model(model, dummy=False)  # which says what is wrong with it
     return Options(
         shape=shape or ("llama-8b" if report.gpus() else "tiny"),
         model=model,

@@ -23,7 +23,7 @@ from lazyrag.calibration import deciding, model_key
 from lazyrag.client import SYSTEM, LazyRAG, start_engine
 from lazyrag.config import Config
 from lazyrag.errors import InputError
-from lazyrag.modes import EXACT, ReuseMode, default_block_size
+from lazyrag.modes import EXACT, ReuseMode, check_blocks, default_block_size
 from lazyrag.quality.ask import Reply, ask
 from lazyrag.quality.data import Question
 from lazyrag.quality.scores import Estimate, estimate, lost_share, mean
@@ -188,9 +188,13 @@ def evaluate(
         start: makes an engine.
 
     Raises:
+        ConfigError: a mode that cannot be.
         InputError: `out` is of another model, of other questions or of other settings.
         LazyRAGError: an engine does not start, or a question cannot be answered.
     """
+    parsed = [ReuseMode.parse(mode) for mode in modes if mode != NONE]
+    for wanted in parsed:  # now, and not when the first engine has answered everything
+        check_blocks(wanted, _block_size(config, parsed))
     data = {
         **(data or {}),
         "chat": chat,
@@ -206,8 +210,7 @@ def evaluate(
             why=f"another {', another '.join(others)}.",
             fix="Name another file.",
         )
-    wanted = [str(ReuseMode.parse(mode)) for mode in modes if mode != NONE]
-    lazy = [mode for mode in dict.fromkeys(wanted) if mode != FULL]
+    lazy = [mode for mode in dict.fromkeys(map(str, parsed)) if mode != FULL]
     with ExitStack() as stack:
         rag: LazyRAG | None = None
         for mode in [FULL, *lazy]:
@@ -243,19 +246,23 @@ def _differences(one: Result, other: Result) -> list[str]:
     return [name for name in names if parts[0].get(name) != parts[1].get(name)]
 
 
+def _block_size(config: Config, modes: Sequence[ReuseMode]) -> int:
+    """Tokens of a KV block of an engine that runs these modes."""
+    return config.block_size or min(map(default_block_size, modes), default=0)
+
+
 @contextmanager
 def running(config: Config, folder: Path, modes: Sequence[str], start: Start) -> Iterator[LazyRAG]:
     """A client with an engine that runs these modes, keeps nothing on disk and knows no stored documents."""
-    sizes = [default_block_size(ReuseMode.parse(mode)) for mode in modes]
-    # vLLM's own attention, which runs `exact`, does not take every size of blocks.
-    block_size = config.block_size if config.block_size and modes[0] != FULL else min(sizes)
+    parsed = [ReuseMode.parse(mode) for mode in modes]
     config = replace(
         config,
         model=str(folder),
         mode=modes[0],
         store=None,
         preamble=config.preamble or SYSTEM,
-        block_size=block_size,
+        # vLLM's own attention, which runs `exact`, does not take every size of blocks.
+        block_size=_block_size(config if modes[0] != FULL else replace(config, block_size=None), parsed),
     )
     engine = start(config, folder)
     try:

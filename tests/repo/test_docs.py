@@ -28,7 +28,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
     def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         children = getattr(command, "commands", {})
-        if not children:
+        if not children or command.invoke_without_command:
             yield name, command
         for child, inner in children.items():
             yield from walk(f"{name} {child}", inner)

@@ -24,7 +24,7 @@ from lazyrag.config import Config
 from lazyrag.doctor import Row, examine
 from lazyrag.errors import ConfigError
 from lazyrag.retrievers import embed
-from lazyrag.types import Choice
+from lazyrag.types import Choice, Document
 
 FOUND = Calibration("sink+first_k=16", "loses 0.4%", measured="2026-11-30")
 
@@ -67,6 +67,25 @@ def test_a_model_that_was_never_calibrated_runs_exact_and_says_so_once(
             assert (rag.choice.mode, rag.choice.why) == ("exact", "this model was never calibrated")
     (record,) = caplog.records
     assert f"lazyrag calibrate DATA.jsonl --model {model}" in record.message
+
+
+def test_of_a_store_it_is_said_once_whatever_the_process_until_the_reason_changes(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [Document("a", "A text that is long enough to be worth it.", "a.txt")]
+
+    def told(**settings: object) -> int:
+        monkeypatch.setattr(LazyRAG, "_told", set())  # as in another process
+        caplog.clear()
+        rag = LazyRAG(config(model, store=tmp_path / "kb", embedder="hash", **settings))
+        list(rag.ingest(documents=documents, warm=False))
+        assert rag.choice.mode == ("lazy" if settings.get("mode") == "lazy" else "exact")
+        return len(caplog.records)
+
+    with caplog.at_level(logging.WARNING):
+        assert [told(), told(), told(mode="lazy")] == [1, 0, 0]
+        save(replace(FOUND, behind="another"), config(model), model)
+        assert [told(mode="auto") for _ in range(2)] == [1, 0]
 
 
 def test_what_was_found_for_a_model_is_what_runs(model: Path) -> None:

@@ -21,6 +21,7 @@ from lazyrag.cli import app, size
 from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.ingest import Progress
+from lazyrag.retrievers import embed
 from lazyrag.retrievers.store import FILE_NAME
 
 TEMPLATE = (
@@ -137,7 +138,8 @@ def test_an_empty_path_is_never_the_working_folder(
 def test_a_mistyped_path_makes_no_store(run: Run, model: Path, tmp_path: Path) -> None:
     result = run("ingest", tmp_path / "dcos", tmp_path / "typo.md", "--store", tmp_path / "kb", "--model", model)
     assert result.exit_code == 2
-    assert f"{tmp_path / 'dcos'}, {tmp_path / 'typo.md'} cannot be found" in result.stderr
+    for name in ("dcos", "typo.md"):
+        assert f"{tmp_path / name} cannot be read: it does not exist." in result.stderr
     assert not (tmp_path / "kb").exists()
 
 
@@ -190,10 +192,44 @@ def test_an_unchanged_ingest_starts_no_engine(run: Run, store: Path, docs: Path,
     assert "unchanged" in again.stdout
 
 
-def test_a_folder_without_documents_is_said_to_have_none(run: Run, model: Path, engines: list[FakeEngine]) -> None:
+def test_a_folder_without_documents_makes_no_store(run: Run, model: Path) -> None:
+    Path("odd").mkdir()
+    Path("odd", "notes.xyz").touch()
+    result = run("ingest", "odd", "--store", "kb", "--model", model)
+    assert result.exit_code == 2
+    assert "none is of a known type (.htm" in result.stderr
+    assert not Path("kb").exists()
+
+
+@pytest.fixture
+def no_embedder(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    """From now on the embedder, which takes 10 s to load, must not be."""
+    monkeypatch.setattr(embed, "embedder_name", lambda setting: setting)  # as of a model's, not asked for its own
+    monkeypatch.setattr(embed, "load_embedder", lambda name: pytest.fail("the embedder was loaded"))
+
+
+@pytest.mark.usefixtures("no_embedder")
+def test_a_namespace_without_documents_is_not_searched(run: Run, store: Path) -> None:
+    result = run("query", "Who?", "--store", store, "--namespace", "nobody")
+    assert result.exit_code == 2
+    assert "no documents in its namespace 'nobody'" in result.stderr
+
+
+@pytest.mark.usefixtures("no_embedder")
+def test_a_store_of_another_embedder_is_not_searched(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYRAG_EMBEDDER", "minilm")
+    result = run("query", "Who?", "--store", store)
+    assert result.exit_code == 2
+    assert "cannot be searched with the embedder 'minilm'" in result.stderr
+
+
+@pytest.mark.usefixtures("no_embedder")
+@pytest.mark.parametrize("path", ["nowhere", "empty", "docs"])
+def test_an_ingest_of_nothing_new_loads_no_embedder(path: str, run: Run, store: Path) -> None:
     Path("empty").mkdir()
-    assert "nothing was found" in run("ingest", "empty", "--store", "kb", "--model", model).stderr
-    assert engines == []
+    result = run("ingest", path, "--store", store)
+    assert result.exit_code == (1 if path == "nowhere" else 0)
+    assert ("nothing was found" in result.stderr) is (path == "empty")
 
 
 @pytest.mark.parametrize("command", [("stats",), ("query", "Who?"), ("explain", "prompt.txt")])
@@ -505,10 +541,19 @@ def test_bytes_are_shown_for_people(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def test_options_of_engines_are_refused_where_none_is_started(run: Run) -> None:
-    result = run("bench", "segment", "--shape", "tiny", "--eager")
-    assert result.exit_code == 2
-    assert "--shape, --eager" in result.stderr
+def test_each_kind_of_bench_has_its_own_help_and_options(run: Run) -> None:
+    pages = {name: run("bench", *name.split(), "--help").stdout for name in ("", "profile", "segment", "ingest")}
+    assert len({page.partition("Options:")[0] for page in pages.values()}) == len(pages)
+    assert all(option in pages[""] for option in ("--shape", "--time-limit", "--eager"))
+    assert not any(option in pages["segment"] for option in ("--shape", "--time-limit", "--eager"))
+    for arguments, said in (
+        (("segment", "--shape", "tiny"), "--shape"),
+        (("--eager", "segment"), "--eager cannot stand before segment"),
+        (("segment", "--out", "nowhere/out.json"), "its folder does not exist"),
+        (("--model", "nowhere"), "nowhere holds no model"),
+    ):
+        result = run("bench", *arguments)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
 
 
 def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(run: Run, store: Path) -> None:

@@ -21,7 +21,7 @@ from lazyrag.calibration import Calibration
 from lazyrag.cli import app
 from lazyrag.client import LazyRAG
 from lazyrag.config import Config
-from lazyrag.errors import InputError
+from lazyrag.errors import ConfigError, InputError
 from lazyrag.quality import report
 from lazyrag.quality.ask import Reply
 from lazyrag.quality.calibrate import ENOUGH, Bound, Measure, calibrate
@@ -500,6 +500,26 @@ def test_calibrate_makes_questions_of_the_stores_own_documents(
     assert (choice.mode, "each of 10 passages" in choice.why) == ("lazy", True)
     (found,) = (tmp_path / "calibrations").iterdir()
     assert not any(name in found.read_text() for name in (*names, "winter"))
+
+
+def test_a_store_names_the_model_and_what_chunks_are_computed_behind(
+    command: Callable[..., Any], folder: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text(PASSAGE)
+    ingest = ("ingest", "a.txt", "--store", "kb", "--model", folder, "--preamble", "Be brief.", "--mode", "prefix")
+    assert command(*ingest).exit_code == 0
+    done = command(data, "--store", "kb", "--modes", "prefix", "--docs", 2, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["model"]["name"], found["data"]["settings"]["preamble"]) == (folder.name, "Be brief.")
+    assert command(data, "--store", "nowhere", "--model", folder).exit_code == 2
+
+
+def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(folder: Path, data: Path) -> None:
+    started: list[str] = []
+    with pytest.raises(ConfigError, match="whole KV blocks"):
+        run(folder, list(load(data).questions), ["lazy", "sink+first_k=7"], started=started)
+    assert started == []
 
 
 def test_calibrate_refuses_what_it_cannot_judge(

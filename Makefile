@@ -35,13 +35,19 @@ demo: setup  ## ingest a real corpus, ask four questions, show what was reused a
 .vllm-%: | $(VENV)/.installed
 	-$(BIN)/python tests/plugin/fetch_vllm.py
 
-# Tests that start no engine run on all cores, and then the others one after the other: an engine takes all cores.
+# Tests that start no engine run on all cores. Then those that start one run two at a time, each with one core, and a
+# file in one process, since its tests share their engine; and last those that want the machine, or a CUDA device.
+PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1
+FAST   := OMP_NUM_THREADS=1 $(PYTEST) -m 'not engine' -n auto --maxprocesses 8 --dist worksteal
+PAIRS  := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive VLLM_CPU_OMP_THREADS_BIND=nobind \
+          $(PYTEST) -m 'engine and not (alone or gpu)' -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
+ALONE  := $(PYTEST) -m 'alone or (engine and gpu)'
+
 test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not engine' -n auto --maxprocesses 8 --dist worksteal; first=$$?; \
-	$(BIN)/python -m pytest -m engine && exit $$first
+	$(FAST); fast=$$?; $(PAIRS); pairs=$$?; $(ALONE) && exit $$((fast | pairs))
 
 fast-test: setup  ## the tests that start no engine
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not engine' -n auto --maxprocesses 8 --dist worksteal
+	$(FAST)
 
 soak: setup  ## 2000 requests of 16 clients while documents come and go; a pool and tiers that are too small for them
 	SOAK_REQUESTS=2000 $(BIN)/python -m pytest -s tests/soak

@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 REPO = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", REPO / ".models" / "smollm2-135m-fp32"))

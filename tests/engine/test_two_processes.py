@@ -17,7 +17,7 @@ import pytest
 
 from lazyrag.retrievers.store import Store
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 MODEL = Path(os.environ.get("LAZYRAG_TEST_MODEL", Path(__file__).parents[2] / ".models" / "smollm2-135m-fp32"))
 COMMAND = Path(sys.executable).with_name("lazyrag")

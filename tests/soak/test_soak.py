@@ -38,6 +38,7 @@ from lazyrag.types import COMPUTED, DISK, HBM, HOST, chunk_id
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.alone,
     pytest.mark.filterwarnings("ignore:`torch"),
     pytest.mark.timeout(3600),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PrivateAttr
 
 from lazyrag.backend.engine import Delta
 from lazyrag.integrations.common import Heard, StringPrompts, report, usage
@@ -33,6 +33,28 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
     """
 
     model_config = ConfigDict(extra="forbid")
+
+    _call: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    # LangChain keys cached answers by what `_identifying_params` says of the model, and by no setting of the call.
+
+    def generate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """As every model of LangChain; a cache tells calls with other settings apart."""
+        return super(LazyRAGLLM, self._called_with(kwargs)).generate(prompts, stop, callbacks, **kwargs)
+
+    async def agenerate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """As every model of LangChain; a cache tells calls with other settings apart."""
+        return await super(LazyRAGLLM, self._called_with(kwargs)).agenerate(prompts, stop, callbacks, **kwargs)
+
+    def _called_with(self, arguments: Mapping[str, Any]) -> LazyRAGLLM:
+        """This model, as it answers one call."""
+        of_call = self.model_copy()
+        of_call._call = {name: value for name, value in arguments.items() if name not in _NO_SETTINGS}
+        return of_call
 
     def _generate(
         self,
@@ -99,13 +121,17 @@ class LazyRAGLLM(StringPrompts, LangChainModel, BaseLLM):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        return {**super()._identifying_params, "special": self.special}
+        return {**super()._identifying_params, "special": self.special, **self._call}
 
     def _result(self, answers: Sequence[Answer]) -> LLMResult:
         return LLMResult(
             generations=[[Generation(text=a.text, generation_info=_info(a))] for a in answers],
             llm_output={"token_usage": usage(answers), "model_name": self.model_name},
         )
+
+
+_NO_SETTINGS = ("tags", "metadata", "run_name", "run_id")
+"""Arguments of a call that an answer does not depend on."""
 
 
 def _info(answer: Answer) -> dict[str, Any]:

@@ -579,6 +579,21 @@ def test_langchains_cache_tells_settings_apart(connect: Connect) -> None:
     assert (len(engine.requests), len(exact_engine.requests)) == (2, 1)
 
 
+@pytest.mark.parametrize("kind", [LazyRAGLLM, ChatLazyRAG])
+async def test_langchains_cache_tells_settings_of_a_call_apart(
+    kind: type[LazyRAGLLM] | type[ChatLazyRAG], connect: Connect
+) -> None:
+    client, engine = connect()
+    model = kind(lazyrag=client, cache=InMemoryCache())
+    settings: list[dict[str, Any]] = [{}, {"mode": "sink"}, {"temperature": 0.5}, {"max_tokens": 3}, {"stop": ["x"]}]
+    for _ in range(2):
+        for number, of_call in enumerate(settings):
+            model.invoke("Why?", **of_call)
+            await model.bind(**of_call).ainvoke("Why?", config={"tags": [str(number)], "run_name": "mine"})
+    assert len(engine.requests) == len(settings)
+    assert engine.requests[2].sampling.temperature == 0.5
+
+
 def test_tokens_are_counted_with_the_models_tokenizer_and_template(connect: Connect) -> None:
     client, engine = connect()
     chat = ChatLazyRAG(lazyrag=client)

@@ -102,6 +102,9 @@ class Config:
     auto_register_bytes: Bytes = _setting(
         1 << 30, "KV of such chunks together; the longest unused are forgotten first."
     )
+    serve_recompute: bool = _setting(
+        False, "Let a server's clients ask for modes with recompute, which loads the model's first layers beside it."
+    )
     calibrations: Path | None = _setting(
         None, "Folder of what `lazyrag calibrate` found for models; unset: one of the user's."
     )

@@ -249,9 +249,7 @@ async def segment(body: SegmentRequest, request: Request, rag: Caller, service: 
 
 
 def _rows(call: Call, reuse: Reuse | None, may_know: bool) -> tuple[PromptPlan, list[Row]]:
-    plan = call.plan or call.rag.plan(
-        call.prompt, hints=call.hints, tools=call.tools, special=call.special, mode=call.mode
-    )
+    plan = call.plan or call.planned()
     return plan, call.rag.explain_plan(plan, reuse, all_namespaces=may_know)
 
 

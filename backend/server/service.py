@@ -21,6 +21,7 @@ from lazyrag.backend.server.metrics import Gauges, Metrics
 from lazyrag.backend.server.problems import RETRY_S, Problem
 from lazyrag.backend.server.rebuild import Rebuilding
 from lazyrag.errors import ConfigError, RequestError
+from lazyrag.modes import ReuseMode
 from lazyrag.types import PromptPlan
 
 if TYPE_CHECKING:
@@ -94,6 +95,24 @@ class Call:
     special: str = "allow"
     mode: str | None = None
     plan: PromptPlan | None = field(default=None)
+
+    def planned(self) -> PromptPlan:
+        """The prompt's plan.
+
+        Raises:
+            ConfigError: a mode that clients may not ask for.
+            LazyRAGError: see `LazyRAG.plan`.
+        """
+        if self.mode is not None and ReuseMode.parse(self.mode).recompute and not self._may_recompute():
+            raise ConfigError(
+                f"Mode {self.mode} cannot be asked for:",
+                why="recompute loads the model's first layers beside the engine, which this server's settings forbid.",
+                fix="Set serve_recompute for the server, or run it in such a mode. first_k needs nothing of the kind.",
+            )
+        return self.rag.plan(self.prompt, hints=self.hints, tools=self.tools, special=self.special, mode=self.mode)
+
+    def _may_recompute(self) -> bool:
+        return self.rag.config.serve_recompute or bool(ReuseMode.parse(self.rag.choice.mode).recompute)
 
 
 class Service:
@@ -224,14 +243,7 @@ class Service:
 
     async def deltas(self, call: Call) -> AsyncGenerator[Delta, None]:
         """Plan a prompt and answer it. Closing the generator cancels; its place in the queue is the caller's matter."""
-        plan = await asyncio.to_thread(
-            call.rag.plan,
-            call.prompt,
-            hints=call.hints,
-            tools=call.tools,
-            special=call.special,
-            mode=call.mode,
-        )
+        plan = await asyncio.to_thread(call.planned)
         call.plan = plan
         generated = 0
         async with aclosing(call.rag.astream(plan, call.sampling)) as deltas:

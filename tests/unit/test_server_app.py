@@ -27,7 +27,7 @@ from lazyrag.backend.server.supervisor import SupervisedEngine
 from lazyrag.client import LazyRAG
 from lazyrag.config import Config
 from lazyrag.errors import CapacityError, EngineDeadError, EngineError
-from lazyrag.types import COMPUTED, HBM
+from lazyrag.types import COMPUTED, HBM, Document
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -440,6 +440,33 @@ def test_a_mode_that_the_engine_cannot_run_is_refused_with_what_to_do(make: Call
     assert own["what"] == "Mode lazy cannot be had:"
     assert "the engine runs in mode exact" in own["why"]
     assert "Start it in another mode" in own["fix"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "segment", "query"])
+def test_a_client_may_have_layers_loaded_only_where_the_operator_says_so(
+    path: str, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status(made: Made, mode: str) -> int:
+        client, rag, _ = made
+        list(rag.ingest(documents=[Document("a", "The lamp is high.", "a.txt")], warm=False))
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        bodies: dict[str, dict[str, Any]] = {
+            "completions": {"model": model, "prompt": "Hello"},
+            "chat/completions": {"model": model, "messages": [{"role": "user", "content": "Hello"}]},
+            "segment": {"prompt": {"text": "Hello"}},
+            "query": {"question": "How high is the lamp?"},
+        }
+        answer = client.post(f"/v1/{path}", json=bodies[path] | {"mode": mode})
+        if answer.status_code != 200:
+            assert "serve_recompute" in answer.json()["error"]["lazyrag"]["fix"]
+        return int(answer.status_code)
+
+    asked = "sink+recompute=0.2"
+    assert status(make(), asked) == 400
+    assert status(make(), "sink+first_k=32") == 200
+    assert status(make(mode="lazy+recompute=0.1"), asked) == 200
+    monkeypatch.setenv("LAZYRAG_SERVE_RECOMPUTE", "true")
+    assert status(make(), asked) == 200
 
 
 def test_why_a_mode_runs_is_told_without_the_servers_folders(make: Callable[..., Made], tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ class EngineInfo:
             any request.
         max_model_len: tokens of prompt and answer together.
         kv_bytes_per_token: over all layers, K and V.
+        kv_bytes_per_chunk: that a chunk on disk takes besides, at most.
         fingerprint: of model weights, tokenizer, dtype, RoPE and KV format; KV with another one is not usable.
     """
 
@@ -127,6 +128,7 @@ class EngineInfo:
     block_size: int
     kv_bytes_per_token: int
     fingerprint: str
+    kv_bytes_per_chunk: int = 0
 
 
 Event: TypeAlias = Delta | Exception

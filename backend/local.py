@@ -46,7 +46,7 @@ from lazyrag.backend.fingerprint import model_fingerprint
 from lazyrag.backend.guided import check_size
 from lazyrag.backend.layout import Span, check_spans, take_apart
 from lazyrag.backend.spawned import quieten
-from lazyrag.backend.tiers.disk import DiskTier
+from lazyrag.backend.tiers.disk import DiskTier, most_header_bytes
 from lazyrag.backend.tiers.policy import POLICIES
 from lazyrag.errors import (
     ConfigError,
@@ -192,9 +192,9 @@ class LocalEngine:
             if extra["root"] is not None:
                 DiskTier(extra["root"], fingerprint, extra["budget_bytes"])  # a folder that cannot be is an error here
         self._llm = AsyncLLM.from_vllm_config(config)
-        layers = model.get_num_layers(config.parallel_config)
+        layers, ranks = model.get_num_layers(config.parallel_config), config.parallel_config.tensor_parallel_size
         # Where there are fewer heads than ranks, several keep the same one.
-        heads = model.get_num_kv_heads(config.parallel_config) * config.parallel_config.tensor_parallel_size
+        heads = model.get_num_kv_heads(config.parallel_config) * ranks
         kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
         return EngineInfo(
             model=model.model,
@@ -203,6 +203,7 @@ class LocalEngine:
             max_model_len=model.max_model_len,
             block_size=config.cache_config.block_size,
             kv_bytes_per_token=2 * layers * heads * model.get_head_size() * kv_dtype.itemsize,
+            kv_bytes_per_chunk=ranks * most_header_bytes(layers),
             fingerprint=fingerprint,
         )
 

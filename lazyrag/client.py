@@ -787,7 +787,7 @@ class LazyRAG:
         warm = warm and self.needs_warming(plan)
         fingerprint = self._kv_fingerprint(plan.store) if warm else None
         plan.store.remember(**self._remembered())
-        bytes_per_token = self.info.kv_bytes_per_token if warm else 0
+        info = self.info if warm else None
         with self._pinning(plan.store):
             yield from ingest.run(
                 plan,
@@ -795,7 +795,8 @@ class LazyRAG:
                 warm=partial(self._warm_tokens, batch=batch) if warm else None,  # within the quota by itself
                 rest=rest,
                 fingerprint=fingerprint,
-                bytes_per_token=bytes_per_token,
+                bytes_per_token=info.kv_bytes_per_token if info is not None else 0,
+                bytes_per_chunk=info.kv_bytes_per_chunk if info is not None else 0,
                 forget=self._forget_kv,
             )
         if fingerprint is not None:

@@ -240,6 +240,7 @@ def run(
     rest: bool = True,
     fingerprint: str | None = None,
     bytes_per_token: int = 0,
+    bytes_per_chunk: int = 0,
     forget: Forget | None = None,
 ) -> Iterator[Progress | Summary]:
     """Do what the plan says, step by step; the last event is the Summary. Closing the iterator stops after a step.
@@ -254,13 +255,14 @@ def run(
             What the engine then holds is noted (`Store.mark_warm`), and not warmed again. None: the KV does not outlive
             the process.
         bytes_per_token: of KV, to keep within the plan's quota.
+        bytes_per_chunk: that its file takes besides.
         forget: has an engine forget chunks that went, see `lazyrag.care.remove_doomed_kv`.
 
     Raises:
         StoreError: the store was made with another tokenizer or embedder, or fails.
         EngineDeadError: the engine stopped while warming.
     """
-    yield from _Run(plan, bytes_per_token, forget).events(sync, warm, rest, fingerprint)
+    yield from _Run(plan, bytes_per_token, bytes_per_chunk, forget).events(sync, warm, rest, fingerprint)
 
 
 def _unfit(document: object) -> str:
@@ -490,8 +492,9 @@ class _Group:
 class _Run:
     """One run: its counters, and its stages as generators of events."""
 
-    def __init__(self, plan: IngestPlan, bytes_per_token: int, forget: Forget | None) -> None:
-        self._plan, self._bytes_per_token, self._forget = plan, bytes_per_token, forget
+    def __init__(self, plan: IngestPlan, bytes_per_token: int, bytes_per_chunk: int, forget: Forget | None) -> None:
+        self._plan, self._forget = plan, forget
+        self._bytes_per_token, self._bytes_per_chunk = bytes_per_token, bytes_per_chunk
         self._store = plan.store
         self._failed = list(plan.failed)
         self._num_bytes = 0
@@ -539,7 +542,7 @@ class _Run:
             try:
                 if self._warming is not None:
                     self._warming.close()
-                    self._unused += sum(map(len, self._computing.values()))
+                    self._unused += sum(map(self._size, self._computing.values()))
                     self._mark()
             finally:
                 if self._quota is not None:
@@ -677,7 +680,7 @@ class _Run:
         if self._quota is None:
             yield from page.items()
             return
-        fits = self._quota.reserve([len(tokens) * self._bytes_per_token for tokens in page.values()])
+        fits = self._quota.reserve(list(map(self._size, page.values())))
         self._beyond += fits.count(False)
         yield from compress(page.items(), fits)
 
@@ -697,11 +700,15 @@ class _Run:
         tokens = self._computing.pop(id)
         if isinstance(result, Reuse) and self._is_kept(id, result):
             self._unmarked[id] = tokens
-            self._unused += 0 if COMPUTED in result.sources else len(tokens)
+            self._unused += 0 if COMPUTED in result.sources else self._size(tokens)
             if len(self._unmarked) == _MARK:
                 self._mark()
         else:
-            self._unused += len(tokens)
+            self._unused += self._size(tokens)
+
+    def _size(self, tokens: Sequence[int]) -> int:
+        """Bytes of a chunk's file."""
+        return len(tokens) * self._bytes_per_token + self._bytes_per_chunk
 
     def _is_kept(self, id: ChunkId, result: Reuse) -> bool:
         """Whether there is a file.
@@ -724,7 +731,7 @@ class _Run:
             self._offered -= chunks.keys()
             self._unmarked = {}
         if self._quota is not None and self._unused:
-            self._quota.give_back(self._unused * self._bytes_per_token)
+            self._quota.give_back(self._unused)
             self._unused = 0
 
     def _rest(self, documents: Sequence[str] | None) -> Iterator[Progress]:

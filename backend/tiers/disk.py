@@ -493,6 +493,13 @@ def sync_folders(folders: Iterable[Path]) -> None:
             sync(folder)
 
 
+def most_header_bytes(layers: int) -> int:
+    """What a file takes beside its tensors, at most, if the layers' names have no more than 64 characters."""
+    names = tuple(f"{layer:0>64}" for layer in range(layers))
+    form = Form(names, max(ITEM_BYTES, key=len), (1 << 20, 1 << 10, 1 << 12))
+    return len(_header("f" * 64, "f" * 96, form, "f" * 8))
+
+
 def _header(fingerprint: str, key: str, form: Form, checksum: str) -> bytes:
     """Length and JSON of a safetensors header. The same arguments give the same bytes."""
     entries: dict[str, Any] = {

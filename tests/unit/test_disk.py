@@ -75,6 +75,13 @@ def test_a_chunk_file_is_a_safetensors_file(tier: DiskTier) -> None:
     assert np.concatenate(list(arrays.values())).tobytes() == tensors(form=form).tobytes()
 
 
+def test_what_a_file_takes_beside_its_tensors_is_known_before(tier: DiskTier) -> None:
+    form = Form(tuple(f"model.layers.{i}.self_attn.attn" for i in range(30)), "BF16", (256, 3, 128))
+    assert tier.save(KEY, form, tensors(form=form))
+    rest = only_file(tier).stat().st_size - form.num_bytes
+    assert rest <= disk.most_header_bytes(30) < 2 * rest
+
+
 def test_a_chunk_is_saved_once(tier: DiskTier, saved: Path) -> None:
     before = saved.stat()
     assert not tier.save(KEY, FORM, tensors())

@@ -737,6 +737,22 @@ def test_no_more_kv_is_kept_than_the_namespace_may(store, docs):
     assert "KV of 1 chunks is not kept: the namespace may keep 65 bytes" in str(failure.error)
 
 
+def test_what_files_take_besides_counts_and_comes_back(store, docs):
+    """Of two ingests, each of ten chunks of 30 tokens in files of 40, the second one's engine fails."""
+    documents = [Document(str(i), f"{i} ".ljust(30, "x"), "s") for i in range(10)]
+    sizes = {"bytes_per_token": 1, "bytes_per_chunk": 10}
+    with KVQuota(store, "", 320) as other:  # it lives, so what is reserved is not counted anew
+        made = make_plan(store, documents=documents, quota=Quota(kv_bytes=320))
+        *_, summary = run(made, warm=Engine().warm, fingerprint="f", **sizes)
+        assert summary.warmed == 8
+        assert other.reserve([1]) == [False]
+        failing = Engine({f"{i} ".ljust(30, "x"): CapacityError("Too long.") for i in range(10)})
+        made = make_plan(store, documents=documents, quota=Quota(kv_bytes=400))
+        list(run(made, warm=failing.warm, fingerprint="f", **sizes))
+        other.give_back(320)
+        assert other.reserve([320]) == [True]
+
+
 def test_a_resumed_ingest_warms_each_chunk_once_and_fills_its_quota(store, docs):
     """What was stored before stands in the same page of the store as what this run warms while it is read."""
     first = [Document(f"a{i}", f"a{i} ".ljust(30, "x"), "s") for i in range(900)]

@@ -1,21 +1,23 @@
-"""Which registered chunks may occur in a text: a rolling-hash index; one or two milliseconds for 100k characters.
+"""Which registered chunks may occur in a text: an index of hashes; a millisecond for 100k characters.
 
-1.  h(i) is a 32-bit polynomial hash of the `WINDOW` characters at i, from one prefix-sum array:
+Texts are looked at as UTF-8, so that a chunk is the same bytes in whatever it stands; a window is `WINDOW` bytes.
 
-        P[i] = sum_{j<i} text[j] * B^j  mod 2^32        h(i) = (P[i + WINDOW] - P[i]) * B^-i
+1.  Sampling: of every `REACH` windows in a row, the one with the smallest key is kept (a minimizer; if several are
+    equal, all of them). The key of the window at i is one byte, of which a processor compares dozens at once:
 
-    with the odd base B drawn from a secret, so that nobody knows which texts have small or equal hashes.
-2.  Sampling: of every `REACH` windows in a row, the one with the smallest h is kept (a minimizer; if several are equal,
-    all of them). Which windows of a chunk are kept does not depend on what stands around it, and a text of `MIN_CHARS`
-    or more keeps at least one.
+        key(i) = b[i] * c0 + b[i + 1] * c1 + b[i + 2] * c2  mod 2^8
+
+    Which windows of a chunk are kept does not depend on what stands around it, a text of `MIN_CHARS` or more keeps at
+    least one, and from the first to the last of them no byte is left out.
+2.  Only kept windows, a twelfth of all, are hashed, to 32 bits. What keys and hashes multiply with is drawn from a
+    secret, so that nobody knows which texts have small or equal ones.
 3.  Each chunk is filed under one kept window, its anchor: the first among its rarest ones. Rarest, so that a header
     that every chunk shares is nobody's anchor; first, so that a chunk cut at its end is found, too.
-4.  A kept window of the prompt that is an anchor proposes the chunk. If the hash of the whole length agrees (from the
-    same prefix sums), the chunk is proposed as a whole, else as possibly cut.
+4.  A kept window of the prompt that is an anchor proposes the chunk if the chunk's first window stands where it has to:
+    as a whole if the last one does, too, else as possibly cut.
 
-Proposals are not proofs: the segmenter verifies them. At a million chunks about three windows of 100k characters are
-proposed because their hashes agree by chance; hashes of 64 bits would take longer than looking at those three. Chunks
-below `MIN_CHARS` are not indexed.
+Proposals are not proofs: the segmenter verifies them. At a million chunks about two windows of 100k characters equal an
+anchor's hash by chance, which then fails at the chunk's first window. Chunks below `MIN_CHARS` are not indexed.
 
 Chunks lie in a few immutable runs, each in one piece of memory, which is a mapped file once it was saved: processes
 share it, and a later save writes only what is new. With 1,000,000 chunks all of it takes 46 MB.
@@ -29,7 +31,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -40,10 +42,13 @@ from lazyrag.errors import InputError, StoreError
 from lazyrag.types import ChunkId, canonical
 
 WINDOW = 24
+"""Bytes; a multiple of 8."""
 REACH = 24
 MIN_CHARS = WINDOW + REACH - 1
+KEY_BYTES = 3
+"""Bytes of a window that its key is made of."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BATCH_CHARS = 1 << 20
 PART = 1 << 16
 """Ids that are compared at once."""
@@ -74,14 +79,16 @@ MAX_CHARS = 1 << 23
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
-U16: TypeAlias = npt.NDArray[np.uint16]
 U8: TypeAlias = npt.NDArray[np.uint8]
 I64: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 T = TypeVar("T", bound=np.generic)
 
-WHOLE, OFFSET, LENGTH = range(3)
-"""Columns of an entry, which is a chunk: hash of its whole text, the anchor's place in it, its length in characters."""
+EDGES, OFFSET, LENGTH = range(3)
+"""Columns of an entry, which is a chunk: hashes of its first and last window (`_Hashes.edges`), the anchor's place in
+it, its length; both in bytes."""
+FIRST = np.uint32(0xFFFF)
+"""The bits of `EDGES` that are the first window's."""
 
 
 class Candidates(NamedTuple):
@@ -89,8 +96,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         start: where the chunk would start, in characters.
-        end: where it would end; for a chunk that is cut, where it would end if it were not.
-        whole: whether the hash of the whole text agreed; if not, only the anchor did.
+        end: where it would end; for a chunk that is cut, where it would end if it were not, or the text's end.
+        whole: whether its last window agreed; if not, only the anchor and its first one did.
         chunk_ids: the chunk.
         unproposed: what else may be a chunk's text, where there was too much to look at: ranges, disjoint, ascending.
     """
@@ -184,28 +191,28 @@ class AnchorIndex:
                 self._runs = tuple(_stacked((run.living() for run in self._runs if run.num_living), SETTLED))
 
     def _run_of(self, texts: Mapping[ChunkId, str]) -> _Run:
-        lengths = np.array([len(text) for text in texts.values()], np.int64)
+        encoded = [_utf_8(text) for text in texts.values()]
+        lengths = np.array([len(text) for text in encoded], np.int64)
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        sums = self._hashes.prefix_sums("".join(texts.values()))
-        windows = self._hashes.windows(sums)
-        at = _minimizers(windows, borders=ends[:-1])
+        data = np.frombuffer(b"".join(encoded), np.uint8)
+        at = _minimizers(self._hashes.keys(data), borders=ends[:-1])
         owner = np.searchsorted(ends, at, side="right")
         inside = at + WINDOW <= ends[owner]
         at, owner = at[inside], owner[inside]
-        hashes = windows[at]
+        hashes = self._hashes.windows(data, at)
 
-        rarity = self._count(_spread(hashes, COUNT_BITS))
+        rarity = self._count(hashes >> np.uint32(32 - COUNT_BITS))
         order = np.lexsort((at, rarity, owner))
         chosen = order[np.searchsorted(owner[order], np.arange(len(texts)))]
 
         entries = np.empty((len(texts), 3), np.uint32)
-        entries[:, WHOLE] = self._hashes.spans(sums, starts, ends)
+        entries[:, EDGES] = self._hashes.edges(data, starts, ends)
         entries[:, OFFSET] = at[chosen] - starts
         entries[:, LENGTH] = lengths
         return _Run.of(_halves(texts), entries, hashes[chosen], np.arange(len(texts)))
 
-    def _count(self, buckets: I64) -> npt.NDArray[np.int32]:
+    def _count(self, buckets: U32) -> npt.NDArray[np.int32]:
         """Count windows; for each, how common windows of its bucket are.
 
         0 stands for no more than what any window shares its bucket with; from there on, classes are powers of two.
@@ -236,7 +243,7 @@ class AnchorIndex:
     # ---------------------------------------------------------------- finding
 
     def candidates(self, text: str) -> Candidates:
-        """What may occur in a text, in no particular order.
+        """What may occur in a text, in the order of the starts.
 
         Time is linear in the text's length. Of a chunk that matches at very many places, for the text repeats itself,
         those are proposed that are disjoint.
@@ -244,27 +251,28 @@ class AnchorIndex:
         runs, filter = self._runs, self._filter
         if not runs or len(text) < MIN_CHARS:
             return _NOTHING
-        sums = self._hashes.prefix_sums(text)
-        windows = self._hashes.windows(sums)
-        at = _minimizers(windows)
-        hashes = windows[at]
+        data = np.frombuffer(_utf_8(text), np.uint8)
+        at = _minimizers(self._hashes.keys(data))
+        hashes = self._hashes.windows(data, at)
         passed = np.flatnonzero(filter.may_hold(hashes))
         passed = passed[np.argsort(hashes[passed])]  # neighbours in memory are searched one after the other
-        hits = _hits(runs, hashes[passed], at[passed], len(text))
+        hits = _hits(runs, hashes[passed], at[passed], len(data))
         start = hits.place - hits.entries[:, OFFSET]
         end = start + hits.entries[:, LENGTH]
-        whole = (start >= 0) & (end <= len(text))
-        inside = np.flatnonzero(whole)
-        whole[inside] = self._hashes.spans(sums, start[inside], end[inside]) == hits.entries[inside, WHOLE]
-        proposed = np.flatnonzero((start >= 0) & (whole | ~hits.crowded))
+        differs = self._hashes.edges(data, np.maximum(start, 0), np.minimum(end, len(data))) ^ hits.entries[:, EDGES]
+        begins = (start >= 0) & (differs & FIRST == 0)
+        whole = begins & (differs == 0) & (end <= len(data))
+        proposed = np.flatnonzero(begins & (whole | ~hits.crowded))
+        proposed = proposed[np.argsort(start[proposed], kind="stable")]
         start, end, whole, halves = start[proposed], end[proposed], whole[proposed], hits.halves[:, proposed]
-        unproposed = hits.left_out
+        start, end = _in_characters(text, data, start, end)
+        unproposed = [_in_characters(text, data, *ranges) for ranges in hits.left_out]
         if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_CHARS:
             order = np.argsort(hits.cost[proposed], kind="stable")
-            kept = _chosen(start, end, whole, halves[0], order, num_chars=len(text))
+            kept = sorted(_chosen(start, end, whole, halves[0], order, num_chars=len(text)))
             passed_over = np.ones(len(start), bool)
             passed_over[kept] = False
-            unproposed.append((start[passed_over], np.minimum(end[passed_over], len(text))))
+            unproposed.append((start[passed_over], end[passed_over]))
             start, end, whole, halves = start[kept], end[kept], whole[kept], halves[:, kept]
         return Candidates(start, end, whole, _ids(halves), _union(unproposed))
 
@@ -439,19 +447,18 @@ class _Hits(NamedTuple):
     left_out: list[tuple[I64, I64]]
 
 
-def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> _Hits:
+def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_bytes: int) -> _Hits:
     """The hits of all runs, at most `MAX_PROPOSALS`; those that cost most are left out.
 
     Args:
         runs: where to look.
         hashes: of the text's kept windows.
         positions: their places in the text.
-        num_chars: the text's length.
+        num_bytes: the text's length.
     """
     groups = [(run, *run.find_anchors(hashes)) for run in runs]
     groups = [group for group in groups if len(group[1])] or groups[:1]
     found, first, number = map(_joined, list(zip(*groups, strict=True))[1:])
-    ends = np.cumsum([len(found) for _, found, _, _ in groups])
     costs, left_out = np.zeros(len(found), np.int64), []
     if int(number.sum()) > min(FEW, MAX_PROPOSALS):
         costs = _costs(number, hashes[found], positions[found])
@@ -460,16 +467,17 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_chars: int) -> 
         fits[cheapest] = np.cumsum(number[cheapest]) <= MAX_PROPOSALS
         longest = max(int(run.entries[:, LENGTH].max()) for run in runs)
         place = positions[found[~fits]]
-        left_out = [(np.maximum(place - longest, 0), np.minimum(place + longest, num_chars))]
+        left_out = [(np.maximum(place - longest, 0), np.minimum(place + longest, num_bytes))]
         number = np.where(fits, number, 0)
     pair = np.repeat(np.arange(len(found)), number)
     # Counts up inside each group of equal `pair`.
-    place = first[pair] + np.arange(len(pair)) - (np.cumsum(number) - number)[pair]
-    columns, begin = [], 0
-    for (run, *_), end in zip(groups, np.searchsorted(pair, ends).tolist(), strict=True):
-        row = run.rows[place[begin:end]]
+    place = np.arange(len(pair)) + (first + number - np.cumsum(number))[pair]
+    columns, searched, begin = [], 0, 0
+    for run, found_in_it, *_ in groups:
+        its = number[searched : searched + len(found_in_it)]
+        row = run.rows[place[begin : begin + int(its.sum())]]
         columns.append((run.alive[row], run.halves.T[row], run.entries[row]))
-        begin = end
+        searched, begin = searched + len(its), begin + len(row)
     living, halves, entries = map(_joined, zip(*columns, strict=True))
     if not living.all():
         pair, halves, entries = pair[living], halves[living], entries[living]
@@ -534,10 +542,10 @@ def _union(ranges: Sequence[tuple[I64, I64]]) -> list[tuple[int, int]]:
 class _Filter:
     """Says of nearly all hashes that no anchor equals them, at one look into memory each.
 
-    Two bits of one word stand for an anchor (a blocked Bloom filter); at least a word for each of them.
+    Three bits of one word stand for an anchor (a blocked Bloom filter); at least a word for each of them.
     """
 
-    _PAIRS: U32 = np.array([1 << (i & 31) | 1 << (i >> 5) for i in range(1 << 10)], np.uint32)
+    _BITS: U32 = np.array([1 << i | 1 << j | 1 << k for i, j, k in combinations(range(32), 3)], np.uint32)[:4096]
 
     def __init__(self, capacity: int) -> None:
         self._bits = max(5, (capacity - 1).bit_length())
@@ -552,84 +560,79 @@ class _Filter:
         return self._words.nbytes
 
     def add(self, hashes: U32) -> None:
-        word, pair = self._places(hashes)
-        np.bitwise_or.at(self._words, word, pair)
+        word, bits = self._places(hashes)
+        np.bitwise_or.at(self._words, word, bits)
 
     def may_hold(self, hashes: U32) -> Bools:
-        word, pair = self._places(hashes)
-        may: Bools = self._words[word] & pair == pair
-        return may
+        word, bits = self._places(hashes)
+        held: U32 = self._words.take(word, mode="clip")  # no bounds are exceeded, and to clip is quicker than to check
+        held &= bits
+        return np.equal(held, bits)
 
-    def _places(self, hashes: U32) -> tuple[I64, U32]:
-        top = _spread(hashes, self._bits + 10)
-        return top >> 10, self._PAIRS[top & 1023]
+    def _places(self, hashes: U32) -> tuple[U32, U32]:
+        return hashes >> np.uint32(32 - self._bits), self._BITS.take(hashes & 4095, mode="clip")
 
 
 class _Hashes:
-    """The polynomial hash of the module docstring."""
+    """What windows are kept by, and what they are told apart by (module docstring)."""
+
+    _WINDOW = np.dtype(f"V{WINDOW}")
 
     def __init__(self, secret: bytes) -> None:
-        self._base = int.from_bytes(blake2b(secret, digest_size=4).digest(), "little") | 1
-        self._powers = (np.ones(1, np.uint32), np.ones(1, np.uint32))
+        drawn = blake2b(secret, digest_size=8 + KEY_BYTES).digest()
+        self._factor = np.uint64(int.from_bytes(drawn[:8], "little") | 1)
+        self._key_factors = np.frombuffer(drawn[8:], np.uint8) | 1
 
-    def prefix_sums(self, text: str) -> U32:
-        """P, [len(text) + 1]."""
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-        powers, _ = self._powers_up_to(len(codes))
-        sums = np.empty(len(codes) + 1, np.uint32)
-        sums[0] = 0
-        np.multiply(codes, powers[: len(codes)], out=sums[1:])
-        np.add.accumulate(sums, out=sums)
-        return sums
+    def keys(self, data: U8) -> U8:
+        """Of each window, [len(data) - WINDOW + 1]."""
+        num_windows = len(data) - WINDOW + 1
+        keys: U8 = data[:num_windows] * self._key_factors[0]
+        for i in range(1, KEY_BYTES):
+            keys += data[i : i + num_windows] * self._key_factors[i]
+        return keys
 
-    def windows(self, sums: U32) -> U32:
-        """h(i) for each i, [len(text) - WINDOW + 1]."""
-        _, inverse = self._powers_up_to(len(sums))
-        hashes = sums[WINDOW:] - sums[:-WINDOW]
-        hashes *= inverse[: len(hashes)]
-        return hashes
+    def windows(self, data: U8, at: I64) -> U32:
+        """The hashes of the windows at these places."""
+        everywhere = np.ndarray(len(data) - WINDOW + 1, self._WINDOW, data, strides=(1,))
+        words = everywhere[at].view("<u8").reshape(-1, WINDOW // 8)
+        mixed = words[:, 0] * self._factor
+        for i in range(1, WINDOW // 8):
+            mixed ^= mixed >> 32
+            mixed += words[:, i]
+            mixed *= self._factor
+        return (mixed >> 32).astype(np.uint32)
 
-    def spans(self, sums: U32, start: I64, end: I64) -> U32:
-        """The hash of each text[start:end]."""
-        _, inverse = self._powers_up_to(len(sums))
-        hashes: U32 = (sums[end] - sums[start]) * inverse[start]
-        return hashes
-
-    def _powers_up_to(self, length: int) -> tuple[U32, U32]:
-        """B^j and B^-j for j in [0, length); replaced whole when they grow, so threads need no lock."""
-        powers = self._powers
-        if len(powers[0]) < length:
-            grown = 1 << length.bit_length()
-            powers = (_geometric(self._base, grown), _geometric(pow(self._base, -1, 1 << 32), grown))
-            self._powers = powers
-        return powers
+    def edges(self, data: U8, start: I64, end: I64) -> U32:
+        """Of each data[start:end] half of the hash of its first window (`FIRST`) and half of the last one's."""
+        first, last = self.windows(data, np.concatenate([start, end - WINDOW])).reshape(2, -1)
+        return (last & ~FIRST) | (first & FIRST)
 
 
-def _geometric(base: int, length: int) -> U32:
-    out = np.full(length, base, np.uint32)
-    out[0] = 1
-    return np.cumprod(out, dtype=np.uint32)
-
-
-def _minimizers(windows: U32, borders: I64 | None = None) -> I64:
+def _minimizers(keys: U8, borders: I64 | None = None) -> I64:
     """The kept windows' positions, ascending.
 
     Args:
-        windows: their hashes, at least `REACH`; the upper 16 bits of each decide.
+        keys: of all windows, at least `REACH`.
         borders: where the texts of a batch meet; no window is kept for a run of windows that crosses one.
     """
-    keys = (windows >> np.uint32(16)).astype(np.uint16)
-    # The smallest of the `REACH` windows from each one on; then, for each window, the largest of those smallest ones
-    # that it takes part in: if that is the window's own, it is somewhere the smallest.
+    # The smallest of the `REACH` keys from each one on; then, for each window, the largest of those smallest ones that
+    # it takes part in: if that is the window's own, it is somewhere the smallest.
     smallest = _over_reach(np.minimum, keys)
     if borders is not None:
         smallest[(borders[:, None] - np.arange(1, MIN_CHARS)).ravel()] = 0
-    around = np.zeros(len(smallest) + 2 * (REACH - 1), np.uint16)
+    around = np.zeros(len(smallest) + 2 * (REACH - 1), np.uint8)
     around[REACH - 1 : len(around) - REACH + 1] = smallest
-    return np.flatnonzero(_over_reach(np.maximum, around) == keys)
+    # Where less than a tenth is True, numpy looks for one after the other, which takes twice as long as to go through
+    # all: so some are put behind.
+    more = len(keys) // REACH
+    kept = np.empty(len(keys) + more, bool)
+    kept[len(keys) :] = True
+    np.equal(_over_reach(np.maximum, around), keys, out=kept[: len(keys)])
+    places = np.flatnonzero(kept)
+    return places[: len(places) - more]
 
 
-def _over_reach(of: np.ufunc, values: U16) -> U16:
+def _over_reach(of: np.ufunc, values: U8) -> U8:
     """The smallest or largest of `REACH` values in a row, from each one on."""
     values, reached = of(values[:-1], values[1:]), 2
     spare = np.empty_like(values)
@@ -640,11 +643,16 @@ def _over_reach(of: np.ufunc, values: U16) -> U16:
     return values
 
 
-def _spread(hashes: U32, bits: int) -> I64:
-    """A number of `bits` bits, evenly spread although kept hashes are the small ones (Fibonacci hashing)."""
-    mixed = hashes * np.uint64(0x9E3779B97F4A7C15)
-    mixed >>= np.uint64(64 - bits)
-    return mixed.view(np.int64)
+def _utf_8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _in_characters(text: str, data: U8, start: I64, end: I64) -> tuple[I64, I64]:
+    """Ranges of a text's UTF-8, which may go beyond its end, as ranges of its characters."""
+    if len(text) == len(data):
+        return start, np.minimum(end, len(text))
+    begins = np.flatnonzero(data & 0xC0 != 0x80)  # of characters: all other bytes are 10xxxxxx
+    return np.searchsorted(begins, start), np.searchsorted(begins, end)
 
 
 def _halves(chunk_ids: Iterable[ChunkId]) -> U64:

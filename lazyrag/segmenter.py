@@ -29,21 +29,30 @@ SHORTEST_HINT = 16
 MAX_SHORTER = 4
 
 
+_Span: TypeAlias = tuple[int, int, bool, ChunkId]
+"""An occurrence as long as there are many: start, end, whether it is whole, chunk."""
+
+
 class Found(NamedTuple):
     """What a text holds.
 
     Attributes:
         occurrences: see `Segmenter.find`.
-        known: ranges of characters, in any order, that are a chunk's text, chosen as an occurrence or not: what
-            overlaps a better one, and what there was no time to compare (it may be a chunk's).
+        spans: all that was verified, chosen as an occurrence or not.
+        unproposed: see `Candidates`.
     """
 
     occurrences: list[Occurrence]
-    known: list[tuple[int, int]]
+    spans: list[_Span]
+    unproposed: list[tuple[int, int]]
 
+    @property
+    def known(self) -> list[tuple[int, int]]:
+        """Ranges of characters, in any order, that are a chunk's text, chosen as an occurrence or not.
 
-_Span: TypeAlias = tuple[int, int, bool, ChunkId]
-"""An occurrence as long as there are many: start, end, whether it is whole, chunk."""
+        What overlaps a better one is among them, and what there was no time to compare (it may be a chunk's).
+        """
+        return self.unproposed + [(start, end) for start, end, *_ in self.spans]
 
 
 class Segmenter:
@@ -69,7 +78,7 @@ class Segmenter:
 
     def search(self, text: str, hints: Iterable[str] = ()) -> Found:
         """As `find`, and with it all else of the text that is known to be chunks' text."""
-        hinted = _by_id(hints)
+        hinted = _by_id(hints) if hints else {}
         proposed = self.index.candidates(text)
         whole: list[_Span] = []
         doubtful: list[tuple[ChunkId, int]] = []
@@ -84,7 +93,7 @@ class Segmenter:
         if hinted:
             texts = {**texts, **hinted}
             doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
-        in_order = sorted(whole) if doubtful else []
+        in_order = sorted(whole) if doubtful else whole
         starts = [] if hinted else [span[0] for span in in_order]
         cut: list[_Span] = []
         for id, start in doubtful:
@@ -101,9 +110,9 @@ class Segmenter:
                 whole.append((start, start + shown, True, id))
             elif shown > CUT_LOSS:
                 cut.append((start, start + shown, False, id))
-        known = proposed.unproposed + [span[:2] for span in whole] + [span[:2] for span in cut]
         chosen = _schedule(dict.fromkeys([*whole, *_with_shorter(cut, whole)]) if hinted or cut else whole)
-        return Found([Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen], known)
+        occurrences = [Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen]
+        return Found(occurrences, whole + cut, proposed.unproposed)
 
     def texts(self, ids: Iterable[ChunkId], hints: Iterable[str] = ()) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are registered or hinted at."""

@@ -53,6 +53,15 @@ def test_texts_of_little_variety_are_found(text: str) -> None:
     assert (chunk_id(text), 5) in found(index_of(text), "start" + text + "end")
 
 
+@given(st.lists(st.integers(0, 5) | st.integers(0, 255), min_size=anchors.REACH, max_size=200))
+def test_the_smallest_of_every_reach_of_windows_are_kept(keys: list[int]) -> None:
+    kept = set()
+    for start in range(len(keys) - anchors.REACH + 1):
+        smallest = min(keys[start : start + anchors.REACH])
+        kept |= {i for i in range(start, start + anchors.REACH) if keys[i] == smallest}
+    assert anchors._minimizers(np.array(keys, np.uint8)).tolist() == sorted(kept)
+
+
 @pytest.mark.parametrize("repeated", ["-", "abc", "0123456789 "])
 def test_a_text_that_repeats_itself_takes_bounded_work_and_hides_no_other_chunk(
     repeated: str, monkeypatch: pytest.MonkeyPatch
@@ -83,17 +92,18 @@ def test_chunks_that_repeat_themselves_are_found_where_they_begin_however_many_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(anchors, "MAX_PROPOSALS", 2000)
-    monkeypatch.setattr(anchors, "MAX_WHOLE", 200)
+    monkeypatch.setattr(anchors, "MAX_WHOLE", 300)
     chunks = ["-" * (400 + n) for n in range(50)]
     prompt = "\n\n".join(chunks[10:18])
     places = {(chunk_id(chunk), prompt.index(f"{chunk}\n")) for chunk in chunks[10:17]}
     assert places <= found(index_of(*chunks), prompt)
 
 
-def test_what_there_is_no_time_to_look_at_counts_as_known(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("go", ["Go: ", "漢字é: "])
+def test_what_there_is_no_time_to_look_at_counts_as_known(go: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no document's text is taken for the application's, whatever documents are made for."""
     chunks = ["-" * 300, "-" * 301, words(random.Random(0), 30)]
-    prompt = f"Go: {chunks[0]} and {chunks[2]}. Go on."
+    prompt = f"{go}{chunks[0]} and {chunks[2]}. Go on."
     places = [(prompt.index(chunk), prompt.index(chunk) + len(chunk)) for chunk in chunks[::2]]
     assert index_of(*chunks).candidates(prompt).unproposed == []
     monkeypatch.setattr(anchors, "MAX_PROPOSALS", 10)
@@ -161,6 +171,12 @@ def test_a_chunk_cut_at_its_end_is_proposed() -> None:
 def test_a_chunk_whose_beginning_is_missing_is_not_proposed() -> None:
     text = words(random.Random(3), 150)
     assert index_of(text).candidates(text[10:]).chunk_ids == []
+
+
+def test_a_chunk_whose_beginning_is_another_is_not_proposed() -> None:
+    """Its text would be read from the store, and in vain."""
+    text = words(random.Random(3), 150)
+    assert index_of(text).candidates("another beginning"[:10] + text[10:]).chunk_ids == []
 
 
 def test_removed_chunks_are_not_found_and_may_come_back() -> None:
@@ -385,5 +401,7 @@ def test_another_secret_is_noticed(tmp_path: Path) -> None:
 def test_secrets_give_other_hashes() -> None:
     text = words(random.Random(13), 30)
     one, other = AnchorIndex(secret=b"one"), AnchorIndex(secret=b"other")
-    sums = one._hashes.prefix_sums(text), other._hashes.prefix_sums(text)
-    assert not np.intersect1d(one._hashes.windows(sums[0]), other._hashes.windows(sums[1])).size
+    data = np.frombuffer(text.encode(), np.uint8)
+    places = np.arange(len(data) - anchors.WINDOW + 1)
+    assert not np.intersect1d(one._hashes.windows(data, places), other._hashes.windows(data, places)).size
+    assert not np.array_equal(one._hashes.keys(data), other._hashes.keys(data))

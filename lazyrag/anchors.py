@@ -74,8 +74,8 @@ MAX_CUT = 1024
 """Proposals of cut chunks."""
 MAX_PLACES = 32
 """Places of one chunk at which it is proposed although they overlap, where there are more than `MAX_WHOLE` in all."""
-MAX_CHARS = 1 << 23
-"""Characters of all proposed chunks together, which the caller is going to compare."""
+MAX_BYTES = 1 << 23
+"""Bytes of all proposed chunks together, which the caller is going to compare."""
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
@@ -100,6 +100,8 @@ class Candidates(NamedTuple):
         whole: whether its last window agreed; if not, only the anchor and its first one did.
         chunk_ids: the chunk.
         unproposed: what else may be a chunk's text, where there was too much to look at: ranges, disjoint, ascending.
+        utf_8: the text.
+        first, last: `start` and `end` in it, in bytes.
     """
 
     start: I64
@@ -107,6 +109,9 @@ class Candidates(NamedTuple):
     whole: Bools
     chunk_ids: list[ChunkId]
     unproposed: list[tuple[int, int]]
+    utf_8: bytes
+    first: I64
+    last: I64
 
 
 class AnchorIndex:
@@ -251,7 +256,8 @@ class AnchorIndex:
         runs, filter = self._runs, self._filter
         if not runs or len(text) < MIN_CHARS:
             return _NOTHING
-        data = np.frombuffer(_utf_8(text), np.uint8)
+        utf_8 = _utf_8(text)
+        data = np.frombuffer(utf_8, np.uint8)
         at = _minimizers(self._hashes.keys(data))
         hashes = self._hashes.windows(data, at)
         passed = np.flatnonzero(filter.may_hold(hashes))
@@ -265,16 +271,17 @@ class AnchorIndex:
         proposed = np.flatnonzero(begins & (whole | ~hits.crowded))
         proposed = proposed[np.argsort(start[proposed], kind="stable")]
         start, end, whole, halves = start[proposed], end[proposed], whole[proposed], hits.halves[:, proposed]
-        start, end = _in_characters(text, data, start, end)
-        unproposed = [_in_characters(text, data, *ranges) for ranges in hits.left_out]
-        if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_CHARS:
+        unproposed = hits.left_out
+        if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_BYTES:
             order = np.argsort(hits.cost[proposed], kind="stable")
-            kept = sorted(_chosen(start, end, whole, halves[0], order, num_chars=len(text)))
+            kept = sorted(_chosen(start, end, whole, halves[0], order, num_bytes=len(data)))
             passed_over = np.ones(len(start), bool)
             passed_over[kept] = False
             unproposed.append((start[passed_over], end[passed_over]))
             start, end, whole, halves = start[kept], end[kept], whole[kept], halves[:, kept]
-        return Candidates(start, end, whole, _ids(halves), _union(unproposed))
+        end = np.minimum(end, len(data))
+        ranges = _union([_in_characters(text, data, *some) for some in unproposed])
+        return Candidates(*_in_characters(text, data, start, end), whole, _ids(halves), ranges, utf_8, start, end)
 
     # ---------------------------------------------------------------- files
 
@@ -502,29 +509,30 @@ def _costs(pairs: I64, anchors: U32, positions: I64) -> I64:
     return costs
 
 
-def _chosen(starts: I64, ends: I64, wholes: Bools, heads: U64, order: I64, *, num_chars: int) -> list[int]:
+def _chosen(starts: I64, ends: I64, wholes: Bools, heads: U64, order: I64, *, num_bytes: int) -> list[int]:
     """Which proposals to make, within the limits of this module; `order` is by worth, and by place for each chunk."""
-    chars_left, cut_left = MAX_CHARS, MAX_CUT
-    whole_left = MAX_WHOLE + num_chars // WINDOW
+    bytes_left, cut_left = MAX_BYTES, MAX_CUT
+    whole_left = MAX_WHOLE + num_bytes // WINDOW
     max_places = MAX_PLACES if len(order) > MAX_WHOLE else len(order)
     places: dict[tuple[int, bool], tuple[int, int]] = {}
     kept: list[int] = []
     columns = (starts, ends, wholes, heads)
     for i, start, end, whole, chunk in zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True):
         number, free_from = places.get((chunk, whole), (0, 0))
-        if (number >= max_places and start < free_from) or end - start > chars_left:
+        if (number >= max_places and start < free_from) or end - start > bytes_left:
             continue
         if whole_left == 0 if whole else cut_left == 0:
             continue
         places[chunk, whole] = number + 1, end
         whole_left -= whole
         cut_left -= not whole
-        chars_left -= end - start
+        bytes_left -= end - start
         kept.append(i)
     return kept
 
 
-_NOTHING = Candidates(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), [], [])
+_NO_PLACES = np.zeros(0, np.int64)
+_NOTHING = Candidates(_NO_PLACES, _NO_PLACES, np.zeros(0, bool), [], [], b"", _NO_PLACES, _NO_PLACES)
 
 
 def _union(ranges: Sequence[tuple[I64, I64]]) -> list[tuple[int, int]]:
@@ -650,7 +658,7 @@ def _utf_8(text: str) -> bytes:
 def _in_characters(text: str, data: U8, start: I64, end: I64) -> tuple[I64, I64]:
     """Ranges of a text's UTF-8, which may go beyond its end, as ranges of its characters."""
     if len(text) == len(data):
-        return start, np.minimum(end, len(text))
+        return start, np.minimum(end, len(data))
     begins = np.flatnonzero(data & 0xC0 != 0x80)  # of characters: all other bytes are 10xxxxxx
     return np.searchsorted(begins, start), np.searchsorted(begins, end)
 

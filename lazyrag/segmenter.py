@@ -82,10 +82,10 @@ class Segmenter:
         proposed = self.index.candidates(text)
         whole: list[_Span] = []
         doubtful: list[tuple[ChunkId, int]] = []
-        source = text.encode() if text.isascii() else text  # whose parts need not be encoded one by one
-        columns = (proposed.chunk_ids, proposed.start.tolist(), proposed.end.tolist(), proposed.whole.tolist())
-        for id, start, end, hash_agrees in zip(*columns, strict=True):
-            if hash_agrees and digest(source[start:end]) == id:
+        places = (proposed.start, proposed.end, proposed.first, proposed.last, proposed.whole)
+        columns = [column.tolist() for column in places]
+        for id, start, end, first, last, hashes_agree in zip(proposed.chunk_ids, *columns, strict=True):
+            if hashes_agree and digest(proposed.utf_8[first:last]) == id:
                 whole.append((start, end, True, id))
             else:
                 doubtful.append((id, start))
@@ -93,8 +93,8 @@ class Segmenter:
         if hinted:
             texts = {**texts, **hinted}
             doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
-        in_order = sorted(whole) if doubtful else whole
-        starts = [] if hinted else [span[0] for span in in_order]
+        in_order = sorted(whole) if doubtful and not hinted else []
+        starts = [span[0] for span in in_order]
         cut: list[_Span] = []
         for id, start in doubtful:
             chunk = texts.get(id, "")

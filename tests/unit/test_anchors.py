@@ -76,7 +76,7 @@ def test_a_text_that_repeats_itself_takes_bounded_work_and_hides_no_other_chunk(
     assert (chunk_id(text), len(repeated) * 2000) in found(index_of(*many, text), prompt)
     assert rows.whole.sum() <= 100 + len(prompt) // anchors.WINDOW
     assert (~rows.whole).sum() <= 50
-    monkeypatch.setattr(anchors, "MAX_CHARS", 20_000)
+    monkeypatch.setattr(anchors, "MAX_BYTES", 20_000)
     rows = index_of(*many, text).candidates(prompt)
     assert 0 < (rows.end - rows.start).sum() <= 20_000
 

@@ -266,7 +266,9 @@ def test_a_hash_that_agrees_by_chance_is_no_proof(make_segmenter: MakeSegmenter)
     a, b = text_of(random.Random(17), 200), text_of(random.Random(18), 200)
     segmenter = make_segmenter([a])
     candidates = segmenter.index.candidates(b + a)
-    lie = candidates._replace(start=np.array([0]), end=np.array([200]), chunk_ids=[chunk_id(a)], whole=np.array([True]))
+    start, end = np.array([0]), np.array([200])
+    lie = candidates._replace(start=start, end=end, first=start, last=end, whole=np.array([True]))
+    assert lie.chunk_ids == [chunk_id(a)]
     segmenter.index.candidates = lambda text: lie  # type: ignore[method-assign]
     assert segmenter.find(b + a) == []
 

@@ -286,36 +286,40 @@ class LazyRAG:
                 self._auto.disown(ids)
             if not isinstance(texts, Mapping):
                 self._nameless.update(ids)
-            before = {self._names[name] for name in names if name in self._names}
-            self._names.update(zip(names, ids, strict=False))
-            self._forget_unnamed(before)
+            self._rename({**self._names, **dict(zip(names, ids, strict=False))})
         return ids
 
     def unregister(self, names: Iterable[str]) -> None:
         """Forget texts that were registered by these names, and their KV on disk if no document holds them.
 
         Names that are not known are passed over.
-        """
-        names = _texts(names, "names")
-        with self._lock:
-            ids = {self._names.pop(name) for name in names if name in self._names}
-            self._forget_unnamed(ids)
 
-    def _forget_unnamed(self, ids: set[ChunkId]) -> None:
-        """Forget those of the texts that no name stands for any more."""
-        if ids:
-            self._forget(ids - self._nameless - set(self._names.values()))
+        Raises:
+            StoreError: the store fails, and nothing is forgotten: call it again. Or KV cannot be removed from disk: the
+                texts are forgotten, and the message says what to do.
+        """
+        names = set(_texts(names, "names"))
+        with self._lock:
+            self._rename({name: id for name, id in self._names.items() if name not in names})
+
+    def _rename(self, names: dict[str, ChunkId]) -> None:
+        """From now on these are the names; forget those of the texts that none of them stands for any more."""
+        gone = set(self._names.values()) - set(names.values()) - self._nameless
+        kv = self.library.forget(gone) if gone else {}
+        self._names = names
+        if kv:
+            self._remove_forgotten_kv()
 
     def _forget(self, ids: Iterable[ChunkId]) -> None:
         """Forget registered texts, and remove the KV on disk of those that no document holds."""
-        with self._lock:
-            gone = self.library.forget(ids)
-            store = self._store
-        if gone and store is not None:
+        if self.library.forget(ids):
+            self._remove_forgotten_kv()
+
+    def _remove_forgotten_kv(self) -> None:
+        if self._store is not None:
             from lazyrag import care
 
-            store.doom(gone, self.config.namespace)
-            care.remove_doomed_kv(store, self._forget_kv)
+            care.remove_doomed_kv(self._store, self._forget_kv)
 
     def plan(
         self,

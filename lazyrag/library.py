@@ -70,15 +70,24 @@ class Library:
         return [id for id, _ in given]
 
     def forget(self, ids: Iterable[ChunkId]) -> dict[ChunkId, tuple[int, ...]]:
-        """Forget texts that were registered by hand; the KV that may go with them, as ids and tokens."""
+        """Forget texts that were registered by hand; the KV that may go with them, as ids and tokens.
+
+        The store, if there is one, has noted that KV as doomed.
+
+        Raises:
+            StoreError: the store fails. Nothing is forgotten.
+        """
         with self._lock:
             texts = {id: self._registered[id] for id in ids if id in self._registered}
             stored = self._store.get_texts(texts, self._namespace) if self._store else {}
             gone = {id: text for id, text in texts.items() if id not in stored}
+            kv = {id: tokens for id, text in gone.items() if (tokens := self._tokenizer.encode_chunk(text))}
+            if self._store and kv:
+                self._store.doom(kv, self._namespace)
             for id in texts:
                 del self._registered[id]
             self._remove(gone)
-        return {id: tokens for id, text in gone.items() if (tokens := self._tokenizer.encode_chunk(text))}
+        return kv
 
     def refresh(self) -> None:
         """Take over what the store has gained and lost since the last call. Cheap if nothing changed."""

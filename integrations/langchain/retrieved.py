@@ -77,13 +77,16 @@ class RetrievedTexts(BaseCallbackHandler):
                 latest.total += latest.sizes[id]
             for id in texts:
                 latest.sizes.move_to_end(id)
-            old = []
-            while latest.total > self._max_bytes and len(latest.sizes) > len(texts):
-                id, size = latest.sizes.popitem(last=False)
-                latest.total -= size
-                old.append(_name(id))
-            if old:
-                self._client.unregister(old)
+            old, total = [], latest.total
+            for id, size in latest.sizes.items():
+                if total <= self._max_bytes or id in texts:  # these stand last
+                    break
+                old.append(id)
+                total -= size
+            if old:  # dropped only then, for it may fail
+                self._client.unregister(map(_name, old))
+            for id in old:
+                latest.total -= latest.sizes.pop(id)
         self._client.prefetch(texts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazyrag import care
 from lazyrag.backend.engine import Sampling
 from lazyrag.backend.fake import FakeEngine
 from lazyrag.chat import Message
 from lazyrag.client import LazyRAG
-from lazyrag.errors import ConfigError
+from lazyrag.errors import ConfigError, StoreError
 from lazyrag.recurring import MIN_TOKENS, Recurring
+from lazyrag.retrievers.store import Store
 from lazyrag.types import Document, chunk_id
 
 WORDS = ["river", "stone", "bridge", "keeper", "letter", "market", "winter", "harbour", "light", "paper", "garden"]
@@ -306,6 +309,52 @@ def test_a_text_takes_the_place_of_the_one_that_had_its_name(connect: Connect) -
     assert kv_files() == 1
     rag.register({"examples": C})
     assert rag.plan(f"{B}\n\nWhy?").chunk_ids == (chunk_id(B),), "another name has it still"
+
+
+def failing(*arguments: object, **more: object) -> None:
+    raise StoreError("The store is busy.")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_text_that_the_store_does_not_let_go_keeps_its_name(
+    replaced: bool, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def let_go(name: str) -> None:
+        rag.register({name: C}) if replaced else rag.unregister([name])
+
+    rag, _ = connect(store="kb")
+    list(rag.ingest(documents=[Document("d", text(9), "d.txt")], warm=False))
+    rag.register({"a": A, "b": B})
+    rag.generate([f"{A}\n\n{B}\n\nWhy?"], ONE)
+    for method in ("doom", "get_texts"):
+        with monkeypatch.context() as context:
+            context.setattr(Store, method, failing)
+            with pytest.raises(StoreError, match="busy"):
+                let_go("a")
+    assert rag.plan(f"{A}\n\n{B}\n\nWhy?").chunk_ids == (chunk_id(A), chunk_id(B))
+    assert kv_files() == 2
+    let_go("a")
+    assert rag.plan(f"{A}\n\n{B}\n\nWhy?").chunk_ids == (chunk_id(B),)
+    assert kv_files() == 1
+
+
+def test_kv_of_a_forgotten_text_that_cannot_be_removed_goes_with_the_next(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(paths: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    rag, _ = connect(store="kb")
+    list(rag.ingest(documents=[Document("d", text(9), "d.txt")], warm=False))
+    rag.register({"a": A, "b": B})
+    rag.generate([f"{A}\n\n{B}\n\nWhy?"], ONE)
+    with monkeypatch.context() as context:
+        context.setattr(care, "remove_files", refused)
+        with pytest.raises(StoreError, match="Mend that and type: lazyrag gc"):
+            rag.unregister(["a"])
+    assert rag.plan(f"{A}\n\n{B}\n\nWhy?").chunk_ids == (chunk_id(B),)
+    rag.unregister(["b"])
+    assert kv_files() == 0
 
 
 def test_a_short_text_that_spells_a_control_token_is_forgotten_with_its_name(connect: Connect) -> None:

@@ -1031,20 +1031,29 @@ def test_a_prefetch_loads_where_computing_would_be_faster(folder: Path) -> None:
     engine.check_no_leak()
 
 
+def hold_reads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let no file that was read arrive before the second event is set; the first one says that one was read."""
+    tier = engine.workers[0].connector.disk
+    was_read, may_arrive, load = threading.Event(), threading.Event(), tier.load
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        data = load(*args, **kwargs)
+        was_read.set()
+        assert may_arrive.wait(30)
+        return data
+
+    monkeypatch.setattr(tier, "load", slowly)
+    return was_read, may_arrive
+
+
 def test_a_request_that_comes_meanwhile_shares_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed(folder, A)
     engine = Engine(folder, extra=BOTH)
-    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
-
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        assert may_read.wait(30)
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    _, may_arrive = hold_reads(engine, monkeypatch)
     engine.operate(control.PREFETCH, A)
     engine.ask(A)
     engine.step()
-    may_read.set()
+    may_arrive.set()
     engine.run()
     assert engine.sources() == ["hbm"]
     assert len(engine.loads) == 1
@@ -1149,22 +1158,15 @@ def test_a_chunk_that_is_forgotten_on_its_way_arrives_nowhere(
 ) -> None:
     warmed(folder, A)
     engine = Engine(folder, extra=BOTH, **order)
-    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
-
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        data = load(*args, **kwargs)
-        assert may_read.wait(30)
-        return data
-
-    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    was_read, may_arrive = hold_reads(engine, monkeypatch)
     engine.operate(control.PREFETCH, A)
     while not engine.loads:
         engine.step()
-    time.sleep(0.2)  # the file is read
+    assert was_read.wait(30)
     engine.begin_operation(control.FORGET, A, name="forget")
     steps(engine)
     assert "forget" not in engine.reports, "while a copy is under way, nobody says that the chunk is gone"
-    may_read.set()
+    may_arrive.set()
     engine.run()
     assert "forget" in engine.reports
     assert files(folder) == []
@@ -1272,23 +1274,16 @@ def test_who_wants_a_chunk_again_does_not_use_what_loads_for_those_before(
 ) -> None:
     warmed(folder, A)
     engine = Engine(folder, extra=BOTH)
-    may_read, load = threading.Event(), engine.workers[0].connector.disk.load
-
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        data = load(*args, **kwargs)
-        assert may_read.wait(30)
-        return data
-
-    monkeypatch.setattr(engine.workers[0].connector.disk, "load", slowly)
+    was_read, may_arrive = hold_reads(engine, monkeypatch)
     engine.operate(control.PREFETCH, A)
     while not engine.loads:
         engine.step()
-    time.sleep(0.2)  # the file is read
+    assert was_read.wait(30)
     engine.begin_operation(control.FORGET, A, name="forget")
     steps(engine)
     engine.ask(A, name="again")
     steps(engine)
-    may_read.set()
+    may_arrive.set()
     engine.run()
     assert engine.sources("again") == ["computed"]
     assert len(files(folder)) == 1

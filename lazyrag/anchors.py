@@ -483,7 +483,7 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_bytes: int) -> 
     for run, found_in_it, *_ in groups:
         its = number[searched : searched + len(found_in_it)]
         row = run.rows[place[begin : begin + int(its.sum())]]
-        columns.append((run.alive[row], run.halves.T[row], run.entries[row]))
+        columns.append((run.alive[row], run.halves.take(row, axis=1).T, run.entries.take(row, axis=0)))
         searched, begin = searched + len(its), begin + len(row)
     living, halves, entries = map(_joined, zip(*columns, strict=True))
     if not living.all():

@@ -139,7 +139,8 @@ def _hinted_places(text: str, hinted: Mapping[ChunkId, str]) -> Iterator[tuple[C
 
 def _is_apart(spans: Sequence[_Span], i: int) -> bool:
     """Whether one of them, in order, overlaps neither the one before nor the one after."""
-    return all(one[1] <= other[0] for one, other in pairwise(spans[max(0, i - 1) : i + 2]))
+    start, end, *_ = spans[i]
+    return (i == 0 or spans[i - 1][1] <= start) and (i + 1 == len(spans) or end <= spans[i + 1][0])
 
 
 def _num_shared(text: str, start: int, chunk: str) -> int:

@@ -43,7 +43,12 @@ PAIRS  := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive VLLM_CPU_OMP_THREADS_BIND=no
           $(PYTEST) -m 'engine and not (alone or gpu)' -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 ALONE  := $(PYTEST) -m 'alone or (engine and gpu)'
 
-test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0  ## all tests
+# The Triton of vLLM 0.26, which compiles the kernels on GPU machines, for the tests that compile them offline: they are
+# skipped, and say so, if it cannot be had. 180 MB, 640 MB unpacked.
+.triton-%: | $(VENV)/.installed
+	-$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --target $@.partial triton==$* && mv $@.partial $@
+
+test: setup .models/smollm2-135m-fp32/config.json .vllm-0.26.0 .vllm-0.33.0 .triton-3.6.0  ## all tests
 	$(FAST); fast=$$?; $(PAIRS); pairs=$$?; $(ALONE) && exit $$((fast | pairs))
 
 fast-test: setup  ## the tests that start no engine
@@ -62,4 +67,4 @@ gpu-test: $(VENV)/.installed  ## the tests that need a CUDA device
 	VLLM_USE_V2_MODEL_RUNNER=0 $(BIN)/python -m pytest -m gpu tests/gpu/test_engine.py
 
 clean:  ## remove what make made
-	rm -rf $(VENV) .models .demo .vllm-* build dist *.egg-info
+	rm -rf $(VENV) .models .demo .vllm-* .triton-* build dist *.egg-info

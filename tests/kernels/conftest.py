@@ -13,6 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+TRITON_OF_VLLM = Path(__file__).parents[2] / ".triton-3.6.0"
+"""What vLLM 0.26 brings to GPU machines; the torch for CPUs brings a later one."""
+
+
 @contextmanager
 def process(**environment: str | None) -> Iterator[Callable[..., object]]:
     """Call functions in another process, started with this environment (None: unset)."""
@@ -35,4 +39,15 @@ def interpreted() -> Iterator[Callable[..., object]]:
 def compiled() -> Iterator[Callable[..., object]]:
     """Call a function where Triton compiles kernels."""
     with process(TRITON_INTERPRET=None) as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def compiled_as_on_gpus() -> Iterator[Callable[..., object]]:
+    """Call a function where `TRITON_OF_VLLM` compiles kernels."""
+    if not TRITON_OF_VLLM.is_dir():
+        pytest.skip(f"Triton 3.6.0 is not here; run: make {TRITON_OF_VLLM.name}")
+    with process(TRITON_INTERPRET=None) as call:
+        call(exec, f"import sys; sys.path.insert(0, {str(TRITON_OF_VLLM)!r})")
+        assert call(eval, "__import__('triton').__version__") == "3.6.0"
         yield call

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 TESTS = ["tests/engine/test_lazy.py", "-k", "sync and not async"]
-FROM_DISK = ["tests/engine/test_from_disk.py", "-k", "sink"]
+FROM_DISK = ["tests/engine/test_from_disk.py"]
 PLANNER = ["tests/unit/test_plan.py"]
 
 

@@ -168,9 +168,15 @@ class Running:
     token_ids: list[int]
     blocks: list[int] = field(default_factory=list)
     num_hidden: int = 0  # the first tokens, padded: a sink
+    meanings: dict[int, int | None] = field(default_factory=dict)  # by position; later tokens change none of them
 
     def expected(self, position: int) -> int | None:
         """The meaning of the KV at a physical position; None for what is not read: a pad or a sink."""
+        if position not in self.meanings:
+            self.meanings[position] = self._meaning_at(position)
+        return self.meanings[position]
+
+    def _meaning_at(self, position: int) -> int | None:
         if position < self.num_hidden:
             return None
         if position >= self.suffix_start:

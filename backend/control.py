@@ -1,12 +1,14 @@
-"""What a client asks of an engine's tiers, beside requests: bring chunks nearer, keep them, forget them.
+"""What a client asks of an engine's tiers, beside answers: compute chunks, bring them nearer, keep them, forget them.
 
 It travels as a request of one token that is answered without being run, for that is what vLLM lets a client send
 (`SamplingParams.extra_args`; the namespace is the request's cache salt):
 
     lazyrag_control  one of `OPERATIONS`
-    lazyrag_chunks   [packed tokens of a chunk (contents.py), ...]; absent for `PREFETCH`
+    lazyrag_chunks   [packed tokens of a chunk (contents.py), ...]; none for `PREFETCH` and `WARM`
 
-`PREFETCH` names its chunks as any request does (wire.py): by spans, of a prompt that nobody computes.
+`PREFETCH` and `WARM` name their chunks as any request does (wire.py): by spans, of a prompt that nobody computes.
+`WARM` is a lazy request in all but its end: children compute what is missing, and once its chunks are resident and
+saved, it is answered with the report that any lazy request gets.
 
 The answer, like every last answer to a lazy request, carries the tiers' counters:
     kv_transfer_params = {"lazyrag": {..., "tiers": {tier: {counter: int}}, "prefetch": {counter: int}}}
@@ -22,8 +24,8 @@ from lazyrag.backend.contents import pack, unpack
 from lazyrag.errors import InputError
 
 CONTROL, CHUNKS, TIERS, PREFETCHED = "lazyrag_control", "lazyrag_chunks", "tiers", "prefetch"
-PREFETCH, PIN, UNPIN, FORGET = "prefetch", "pin", "unpin", "forget"
-OPERATIONS = (PREFETCH, PIN, UNPIN, FORGET)
+WARM, PREFETCH, PIN, UNPIN, FORGET = "warm", "prefetch", "pin", "unpin", "forget"
+OPERATIONS = (WARM, PREFETCH, PIN, UNPIN, FORGET)
 
 
 @dataclass(frozen=True, slots=True)

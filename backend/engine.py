@@ -73,6 +73,8 @@ class Request:
         prefix_len, sink: see `PromptPlan`. Any engine that reuses chunks takes requests of any mode.
         namespace: tenant; KV is never shared between namespaces. Empty: the default namespace.
         kv_quota: bytes of KV that the namespace may have on disk; what would exceed them is not kept. None: no limit.
+        warms_only: nothing is generated: the only delta comes when the KV of the segments is there (and kept, if the
+            engine has tiers), and says where it came from. An engine that reuses no chunks answers as always.
     """
 
     token_ids: Sequence[int]
@@ -82,6 +84,7 @@ class Request:
     namespace: str = ""
     sink: Sequence[int] = ()
     kv_quota: int | None = None
+    warms_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +398,6 @@ def warm(
     engine: Engine,
     chunks: Iterable[tuple[ChunkId, Sequence[int]]],
     *,
-    tail: int,
     prefix: Sequence[int] = (),
     sink: Sequence[int] = (),
     namespace: str = "",
@@ -404,13 +406,12 @@ def warm(
 ) -> Generator[tuple[ChunkId, Reuse | Exception], None, None]:
     """Make the engine hold (and keep, if it has tiers) the KV of chunks, up to `batch` of them in flight at all times.
 
-    Each chunk is sent as an ordinary request `[prefix][chunk][tail]` with one token to generate, so warming is no
-    special case for the engine. Yields for each chunk, in order, its id and what was reused, or the error.
+    Each chunk is sent as a request `[prefix][chunk]` and a token, since no prompt ends in a segment, that is not run
+    itself (`Request.warms_only`). Yields for each chunk, in order, its id and what was reused, or the error.
 
     Args:
         engine: the engine to warm.
         chunks: (chunk id, token ids) pairs.
-        tail: a literal token to stand behind the chunk (a prompt cannot end in a segment).
         prefix: the preamble to compute them behind (mode `prefix`).
         sink: the tokens to compute them behind (mode `sink`).
         namespace: see `Request`.
@@ -429,8 +430,8 @@ def warm(
     try:
         for id, ids in chunks:
             segment = Segment(id, len(prefix), len(ids))
-            tokens = [*prefix, *ids, tail]
-            request = Request(tokens, (segment,), len(prefix), one, namespace, sink, kv_quota)
+            tokens = [*prefix, *ids, 0]
+            request = Request(tokens, (segment,), len(prefix), one, namespace, sink, kv_quota, warms_only=True)
             in_flight.append((id, _Submitted(engine, request)))
             if len(in_flight) == batch:
                 yield oldest()

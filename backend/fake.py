@@ -229,6 +229,10 @@ class FakeEngine:
         self._check(request)
         reuse = self._prefill(request)
         ttft_s = None
+        if request.warms_only:
+            self._count(reuse)
+            yield Delta(finish_reason="stop", reuse=reuse)
+            return
         for delta in self._decode(request):
             ttft_s = ttft_s or time.monotonic() - submitted
             if delta.finish_reason is not None:

@@ -288,6 +288,8 @@ class LocalEngine:
     async def _attempt(self, request: Request, deliver: Deliver, started: float, *, send_everything: bool) -> None:
         token_ids, extra = self._in_parts(request, send_everything=send_everything)
         prompt = as_prompt(token_ids, request.namespace)
+        if extra and request.warms_only:
+            extra |= control.control_to_args(control.WARM)
         params = sampling_params(request, extra)
         ttft = None
         request_id = f"lazyrag-request-{next(self._ids)}"

@@ -637,13 +637,11 @@ class LazyRAG:
         batch: int = engines.WARMED_AT_ONCE,
     ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
         engine = self.engine
-        tail = self.tokenizer.encode_plain("\n")[-1]
         prefix, sink, namespace = self._prefix(), self._sink(), self.config.namespace
         scores = self._planner_for_engine().scores if self._mode.recompute else None
         warmed = engines.warm(
             engine,
             chunks,
-            tail=tail,
             prefix=prefix,
             sink=sink,
             namespace=namespace,

@@ -77,6 +77,7 @@ class LazyRequest:
         is_child: hidden from clients.
         num_preamble: 1 if segment 0 is the preamble or a sink, else 0.
         quota: bytes of KV that its namespace may have on disk; None for no limit.
+        warms_only: it is not run, but answered when its segments are resident (`control.WARM`).
         children: segment index -> the child it last waited for; set by the scheduler.
         asked: the children that were made for this request (not those shared with an earlier one), without those whose
             load failed.
@@ -92,6 +93,7 @@ class LazyRequest:
     is_child: bool = False
     num_preamble: int = 0
     quota: int | None = None
+    warms_only: bool = False
     children: dict[int, Child] = field(default_factory=dict)
     asked: list[Child] = field(default_factory=list)
     cached_suffix_tokens: int | None = None

@@ -185,6 +185,8 @@ class LazyMixin(compat.Gate):
         try:
             asked = control.control_from_args((request.sampling_params and request.sampling_params.extra_args) or {})
             lazy = self._requests.rewrite(request)
+            if lazy is not None and asked is not None and asked.operation == control.WARM:
+                lazy.warms_only, asked = True, None
             if is_new and asked is not None:
                 self._operations[request.request_id] = (asked, lazy)
                 if asked.operation == control.PREFETCH and lazy is not None:
@@ -228,7 +230,7 @@ class LazyMixin(compat.Gate):
         admitted = request.request_id in self._admitted
         lazy.missing = self._missing(lazy, lazy.missing if admitted else range(len(lazy.layout.segments)))
         if not lazy.missing:
-            return True
+            return not lazy.warms_only
         self._counters.gated += 1
         self._closed = not admitted and not lazy.is_child
         return False
@@ -248,9 +250,8 @@ class LazyMixin(compat.Gate):
                 if lazy is not None:
                     report = {**lazy.report(), **(self._tiers() if output.finish_reason is not None else {})}
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), wire.REPORT: report}
-                    if output.finish_reason is not None and (saves := self._saves_of(lazy)):
+                    if output.finish_reason is not None and self._holds_back(output, lazy):
                         of_client.outputs.remove(output)
-                        self._unsaved.append((lazy.request.client_index, output, saves))
         for request in failed:
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             of_client.outputs.append(_error_output(request, self._failures[request.request_id]))
@@ -258,6 +259,7 @@ class LazyMixin(compat.Gate):
         self._answer_operations(outputs)
         self._release_saved(outputs)
         self._finish_loaded()
+        self._answer_warmed(outputs)
         if self._debug:
             self._check()
         return outputs
@@ -307,6 +309,13 @@ class LazyMixin(compat.Gate):
         saves: set[int] = self.connector.saves_of(child.request_id for child in (*lazy.asked, *lazy.children.values()))
         return saves
 
+    def _holds_back(self, output: EngineCoreOutput, lazy: LazyRequest) -> bool:
+        """Keep a request's last output until what was computed for it is saved; whether it has to wait."""
+        saves = self._saves_of(lazy)
+        if saves:
+            self._unsaved.append((lazy.request.client_index, output, saves))
+        return bool(saves)
+
     def _release_saved(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Let those outputs go that have waited for a save."""
         waiting, self._unsaved = self._unsaved, []
@@ -336,7 +345,7 @@ class LazyMixin(compat.Gate):
 
     def _is_done(self, request_id: str, asked: control.Control, lazy: LazyRequest | None) -> bool:
         """Do what was asked, or go on with it; whether that was all."""
-        if asked.operation == control.PREFETCH:
+        if asked.operation in (control.PREFETCH, control.WARM):
             return lazy is None or self._prefetch(lazy)
         salt = self.requests[request_id].cache_salt
         if asked.operation != control.FORGET:
@@ -435,6 +444,22 @@ class LazyMixin(compat.Gate):
         for request in self.finish_requests(list(done), RequestStatus.FINISHED_STOPPED) if done else ():
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             of_client.outputs.append(_output(request, {wire.REPORT: self._tiers()}))
+
+    def _answer_warmed(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Answer the requests that only warm, once all of their chunks are computed."""
+        done = [lazy for lazy in self._lazy.values() if lazy.warms_only and self._is_warm(lazy)]
+        ids = [lazy.request.request_id for lazy in done]
+        for request in self.finish_requests(ids, RequestStatus.FINISHED_STOPPED) if ids else ():
+            lazy = self._lazy[request.request_id]
+            output = _output(request, {wire.REPORT: {**lazy.report(), **self._tiers()}})
+            if not self._holds_back(output, lazy):
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+    def _is_warm(self, lazy: LazyRequest) -> bool:
+        """Whether all chunks of a request are resident, and no step that computes one is under way."""
+        if any(content.chain.hashes[-1] in self._child_of for content in lazy.contents):
+            return False
+        return not self._missing(lazy, range(len(lazy.chains)))
 
     def _tiers(self) -> dict[str, Any]:
         """What every last answer says of the tiers (see `control`)."""
@@ -560,7 +585,8 @@ class LazyMixin(compat.Gate):
                 fits = budget.take((), (), num_blocks)
             else:
                 resident, absent = self._look_up(lazy)
-                fits = budget.take(resident, absent, self._num_own_blocks(lazy, num_blocks))
+                num_own = 0 if lazy.warms_only else self._num_own_blocks(lazy, num_blocks)
+                fits = budget.take(resident, absent, num_own)
             if not fits:
                 self._spare = None
             if not fits and num_ahead:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lazyrag.backend import local, wire
 from lazyrag.backend.contents import Sender
-from lazyrag.backend.control import PREFETCH, control_to_args
+from lazyrag.backend.control import PREFETCH, WARM, control_to_args
 from lazyrag.backend.layout import Span, take_apart
 from lazyrag.backend.tiers.policy import COMPUTE
 from lazyrag.bench.profile import Profile
@@ -212,6 +212,22 @@ class Server:
         found = tuple(_found(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
         return Timed(ms, speed, found)
 
+    def compute(self, prompts: Sequence[Prompt]) -> Timed:
+        """Have the KV of the prompts' documents computed, as an ingest does; of ordinary requests, that of all tokens.
+
+        An ordinary request ends in its first token, which vLLM samples in the step that ends its prefill.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        speed = gauge()
+        start = time.perf_counter()
+        inputs, params = self._requests(prompts, 1, warms_only=True)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        ms = (time.perf_counter() - start) * 1e3
+        found = tuple(_found(prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
+        return Timed(ms, speed, found)
+
     def profile(self, prompt: Prompt) -> dict[str, float]:
         """Serve a request; milliseconds by part."""
         self._profile = self._profile or Profile(self._llm)
@@ -393,15 +409,31 @@ class Server:
         return {"bytes_per_s": num_bytes / median(seconds[1:]), "n": n}
 
     def _requests(
-        self, prompts: Sequence[Prompt], max_tokens: int, *, logprobs: int | None = None, stream: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        logprobs: int | None = None,
+        stream: bool = False,
+        warms_only: bool = False,
     ) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Prompts as vLLM's inputs and parameters."""
+        """Prompts as vLLM's inputs and parameters.
+
+        Args:
+            prompts: the requests.
+            max_tokens: of each answer.
+            logprobs: of the likeliest so many tokens.
+            stream: answers come token by token.
+            warms_only: those that are lazy are sent as `engine.warm` sends them.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         inputs, params = [], []
         for prompt in prompts:
             token_ids, extra_args = self._sent(prompt)
+            if warms_only and extra_args:
+                token_ids, extra_args = [*token_ids, 0], extra_args | control_to_args(WARM)
             inputs.append({"prompt_token_ids": token_ids} | ({"cache_salt": prompt.salt} if prompt.salt else {}))
             params.append(
                 SamplingParams(

@@ -207,7 +207,7 @@ def _embeddings(embedder: Embedder, store: Store) -> Iterator[NDArray[np.float32
 def _warmed(
     engine: Engine, namespace: str, chunks: Iterable[tuple[ChunkId, Sequence[int]]]
 ) -> Iterator[tuple[ChunkId, Reuse | Exception]]:
-    for id, result in engines.warm(engine, chunks, tail=0, namespace=namespace):
+    for id, result in engines.warm(engine, chunks, namespace=namespace):
         if isinstance(result, Exception):
             raise result
         yield id, result

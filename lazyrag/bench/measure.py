@@ -63,7 +63,9 @@ class Bench:
         self, kind: Kind, arms: Sequence[Arm], workload: Workload, seldom: frozenset[str]
     ) -> dict[str, list[Reading]]:
         batch = Batch(workload, self.vocabulary)
-        measure = {"ttft": self._ttft, "decode": self._step, "throughput": self._throughput}[kind]
+        measure = {"ttft": self._ttft, "decode": self._step, "throughput": self._throughput, "ingest": self._ingest}[
+            kind
+        ]
         by_name = {arm.name: arm for arm in arms}
         for k in range(WARM_UP):
             batch.draw()
@@ -94,6 +96,11 @@ class Bench:
         workload = batch.workload
         timed = self._generate(arm, batch, workload.output, check)
         return Reading(workload.batch * workload.num_tokens / timed.ms * 1e3, timed.gauge_ms)
+
+    def _ingest(self, arm: Arm, batch: Batch, check: bool = False) -> Reading:
+        workload = batch.workload
+        timed: Timed = self.engines[arm.engine].call("compute", prompts=batch.prompts(arm))
+        return Reading(workload.batch * workload.documents * workload.tokens / timed.ms * 1e3, timed.gauge_ms)
 
     def _generate(self, arm: Arm, batch: Batch, max_tokens: int, check: bool) -> Timed:
         prompts = batch.prompts(arm)

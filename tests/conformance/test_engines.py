@@ -294,8 +294,15 @@ def test_namespaces_never_share(engine: Engine) -> None:
 
 def test_warmed_chunks_are_resident(engine: Engine) -> None:
     chunks = [(str(n), text(30 + n)) for n in range(3)]
-    assert [id for id, _ in engines.warm(engine, chunks, tail=5)] == ["0", "1", "2"]
+    assert [id for id, _ in engines.warm(engine, chunks)] == ["0", "1", "2"]
     assert sources(run(engine, lazy(*(tuple(ids) for _, ids in chunks), text(5)))[0]) == (HBM,) * 3
+
+
+def test_a_request_that_only_warms_is_answered_without_a_token(engine: Engine) -> None:
+    request = replace(lazy(tuple(text(40)), text(1)), warms_only=True)
+    cold, warm = run(engine, request, request)
+    assert (cold.text, cold.token_ids, cold.finish_reason) == ("", (), "stop")
+    assert {sources(cold), sources(warm)} == {(COMPUTED,), (HBM,)}
 
 
 def test_stats_add_up_over_finished_requests(engine: Engine) -> None:

@@ -39,7 +39,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lazyrag.backend import wire
+from lazyrag.backend import control, wire
 from lazyrag.backend.contents import Sender
 from lazyrag.backend.layout import Span, take_apart
 from lazyrag.backend.plugin.scheduler import LazyAsyncScheduler, LazyScheduler
@@ -384,6 +384,7 @@ class Engine:
         request_id: str | None = None,
         extra: Any = None,
         token_ids: Sequence[int] | None = None,
+        warms_only: bool = False,
         **options: Any,
     ) -> str:
         request_id = request_id or f"r{self.num_added}"
@@ -396,7 +397,7 @@ class Engine:
                 token_ids, contents = take_apart(token_ids, asked.spans, asked.prefix_len)
                 names, sent = self.sender.names(list(enumerate(contents)), namespace=given.salt or "")
                 asked = replace(asked, names=names, contents=sent)
-            args = wire.request_to_args(asked)
+            args = wire.request_to_args(asked) | (control.control_to_args(control.WARM) if warms_only else {})
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=args or None, **options
         )
@@ -496,6 +497,11 @@ class Answer:
     @property
     def error(self) -> Any:
         return wire.error_from_params(self.outputs[-1].kv_transfer_params)
+
+    @property
+    def warmed(self) -> bool:
+        """It was answered without a token, as a request that only warms is."""
+        return self.finish_reason == "stop" and self.report is not None and not self.token_ids
 
     @property
     def right(self) -> bool:

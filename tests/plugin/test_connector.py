@@ -50,6 +50,8 @@ HEADS, HEAD_SIZE, NUM_BLOCKS = 2, 4, 64
 PREAMBLE = list(range(400, 419))
 A, B, C = list(range(10, 47)), list(range(50, 82)), list(range(90, 95))
 QUESTION = list(range(200, 209))
+WARM = control.control_to_args(control.WARM)
+"""What makes a request one that only warms."""
 
 
 @functools.cache
@@ -450,9 +452,10 @@ def test_a_chunk_computed_in_several_steps_is_saved_once_it_is_whole(
     assert second.sources() == ["disk"] * 3
 
 
-def test_a_chunk_is_on_disk_before_its_request_is_answered(folder: Path) -> None:
+@pytest.mark.parametrize("extra", [{}, WARM], ids=["an ordinary request", "one that only warms"])
+def test_a_chunk_is_on_disk_before_its_request_is_answered(folder: Path, extra: dict[str, Any]) -> None:
     engine = Engine(folder)
-    engine.ask(A, B)
+    engine.ask(A, B, **extra)
     while not engine.reports:
         engine.step()
     assert len(files(folder)) == 2
@@ -1251,19 +1254,20 @@ def test_a_chunk_that_is_wanted_again_while_it_is_forgotten_is_kept(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_before", range(5))
 @pytest.mark.parametrize("num_between", range(1, 4))
+@pytest.mark.parametrize("extra", [{}, WARM], ids=["ordinary requests", "some that only warm"])
 def test_a_chunk_that_is_wanted_again_at_any_time_is_kept(
-    folder: Path, depth: int, num_before: int, num_between: int
+    folder: Path, depth: int, num_before: int, num_between: int, extra: dict[str, Any]
 ) -> None:
     """Whatever of it is computed, or there, for a request that came before it was forgotten."""
     engine = Engine(folder, extra=BOTH, budget=16, depth=depth)
-    engine.ask(A, B, name="first")
+    engine.ask(A, B, name="first", **extra)
     for _ in range(num_before):
         engine.step()
     engine.begin_operation(control.FORGET, A)
     for _ in range(num_between):
         if engine.in_flight or engine.scheduler.has_requests():
             engine.step()
-    engine.ask(A, name="again")
+    engine.ask(A, name="again", **extra)
     engine.run()
     assert len(files(folder)) == 2
     engine.empty_pool()
@@ -1295,9 +1299,12 @@ def test_who_wants_a_chunk_again_does_not_use_what_loads_for_those_before(
 
 
 @pytest.mark.parametrize("budget", [16, 256])
-def test_a_request_that_still_lacks_a_forgotten_chunk_keeps_it_nowhere(folder: Path, budget: int) -> None:
+@pytest.mark.parametrize("extra", [{}, WARM], ids=["an ordinary request", "one that only warms"])
+def test_a_request_that_still_lacks_a_forgotten_chunk_keeps_it_nowhere(
+    folder: Path, budget: int, extra: dict[str, Any]
+) -> None:
     engine = Engine(folder, extra=BOTH, budget=budget)
-    engine.ask(A, B)
+    engine.ask(A, B, **extra)
     engine.begin_operation(control.FORGET, A)
     engine.run()
     assert sorted(engine.sources()) == ["computed"] * 2
@@ -1398,12 +1405,15 @@ def test_answers_say_how_the_tiers_are(folder: Path) -> None:
 # ---------------------------------------------------------------- quotas
 
 
+@pytest.mark.parametrize("extra", [{}, WARM], ids=["prompts", "warming"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_prompts_compute_beyond_their_namespaces_quota_goes_unsaved(folder: Path, ranks: int) -> None:
+def test_what_prompts_compute_beyond_their_namespaces_quota_goes_unsaved(
+    folder: Path, ranks: int, extra: dict[str, Any]
+) -> None:
     engine = warmed(folder, A, extra=BOTH, ranks=ranks)
     quota = 2 * sum(file.stat().st_size for file in files(folder))
     for chunk in (B, [9] * 40, C):
-        engine.ask(chunk, name=f"{len(chunk)}", **{wire.QUOTA: quota})
+        engine.ask(chunk, name=f"{len(chunk)}", **{wire.QUOTA: quota}, **extra)
         engine.run()
         assert engine.sources(f"{len(chunk)}") == ["computed"]
     assert len(files(folder)) == 2 * ranks, "there was room for one of like size"

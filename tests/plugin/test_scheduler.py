@@ -827,6 +827,109 @@ def test_stats_count_what_happened(new_engine, lib, docs):
     assert (stats["children_computed"], stats["children_loaded"]) == (2, 0)
 
 
+# ---------------------------------------------------------------- requests that only warm
+
+
+@pytest.mark.parametrize("mode", ["lazy", "sink", "prefix"])
+def test_a_request_that_only_warms_is_answered_without_being_run(new_engine, lib, docs, mode):
+    engine = new_engine(budget=16)
+    behind = BEHIND[mode]
+    (cold,) = engine.generate(lib.prompt(docs[0], docs[6], [0], **behind), warms_only=True)
+    assert cold.warmed
+    assert cold.sources == ["computed", "computed"]
+    assert cold.report["children_computed"] == engine.children == 2 + bool(behind)
+    ran = {request_id for step in engine.steps for request_id in step}
+    assert all(request_id.startswith(wire.CHILD_PREFIX) for request_id in ran)
+    (again,) = engine.generate(lib.prompt(docs[6], [0], **behind), warms_only=True)
+    assert again.warmed
+    assert again.sources == ["hbm"]
+    (hot,) = engine.generate(lib.prompt(PRE, docs[6], SEP, docs[0], QUESTION, **behind))
+    assert hot.right
+    assert hot.sources == ["hbm", "hbm"]
+    assert len(ran) == engine.children
+
+
+def test_warming_is_answered_when_the_last_token_of_the_chunk_is_computed(new_engine, lib, docs, is_async):
+    engine = new_engine(budget=8)
+    request_id = engine.add(lib.prompt(docs[6], [0]), warms_only=True)
+    steps = -(-len(docs[6].tokens) // 8)
+    for _ in range(steps - 1):
+        engine.step()
+    assert not engine.outputs[request_id]
+    engine.step()
+    assert engine.answer(request_id).warmed
+    assert not engine.scheduler.has_unfinished_requests()
+
+
+def test_requests_that_only_warm_share_children(new_engine, lib, docs):
+    engine = new_engine()
+    warmed = [engine.add(lib.prompt(docs[4], [0]), warms_only=True) for _ in range(3)]
+    other = engine.add(lib.prompt(PRE, docs[4], QUESTION))
+    engine.run()
+    assert [engine.answer(request_id).sources for request_id in warmed] == [["computed"], ["hbm"], ["hbm"]]
+    assert engine.answer(other).right
+    assert engine.answer(other).sources == ["hbm"]
+    assert engine.children == 1
+
+
+def test_requests_that_only_warm_do_not_hold_up_others(new_engine, lib, docs):
+    engine = new_engine(budget=16)
+    engine.generate(lib.prompt(docs[0], QUESTION))
+    engine.add(lib.prompt(docs[6], [0]), warms_only=True)
+    hot = engine.add(lib.prompt(OTHER, docs[0], [5]), max_tokens=1)
+    ordinary = engine.add(lib.prompt([3]), max_tokens=1)
+    first = len(engine.steps)
+    engine.run()
+    assert {hot, ordinary} <= engine.steps[first + 1].keys() | engine.steps[first + 2].keys()
+    assert engine.answer(hot).right
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_warming_that_is_aborted_leaves_nothing(new_engine, lib, docs, steps):
+    engine = new_engine(budget=8)
+    request_id = engine.add(lib.prompt(docs[6], [0], prefix=PREAMBLE), warms_only=True)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(request_id)
+    engine.run()
+    assert not engine.outputs[request_id]
+    assert engine.stats["lazy_in_flight"] == engine.stats["children_in_flight"] == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_warming_loads_or_computes_what_cannot_be_loaded(new_loading_engine, lib, docs, fails):
+    engine = new_loading_engine()
+    engine.runner.loads_fail = fails
+    answers = engine.generate(*(lib.prompt(doc, [0], prefix=PREAMBLE) for doc in docs[:3]), warms_only=True)
+    assert all(answer.warmed for answer in answers)
+    assert {source for answer in answers for source in answer.sources} == {"computed" if fails else "disk"}
+    assert engine.stats["loads_failed"] == 4 * fails
+    assert engine.generate(lib.prompt(PRE, *docs[:3], QUESTION, prefix=PREAMBLE))[0].right
+
+
+def test_more_is_warmed_than_the_pool_holds(new_engine, lib):
+    engine = new_engine(num_blocks=12)
+    chunks = [lib.Chunk(tuple(range(start, start + 22))) for start in range(100, 450, 25)]
+    answers = engine.generate(*(lib.prompt(chunk, [0], sink=PREAMBLE) for chunk in chunks), warms_only=True)
+    assert all(answer.warmed for answer in answers)
+    assert [answer.sources for answer in answers] == [["computed"]] * len(chunks)
+
+
+def test_a_chunk_that_never_fits_is_answered_with_an_error(new_engine, lib):
+    engine = new_engine(num_blocks=12)
+    too_large, fits = (lib.prompt(lib.Chunk(tuple(range(100, 100 + n))), [0]) for n in (60, 30))
+    answers = engine.generate(too_large, fits, warms_only=True)
+    assert isinstance(answers[0].error, CapacityError)
+    assert answers[1].warmed
+
+
+def test_warming_without_a_chunk_is_answered(new_engine, lib):
+    engine = new_engine()
+    (answer,) = engine.generate(lib.prompt(QUESTION), warms_only=True)
+    assert (answer.finish_reason, answer.token_ids) == ("stop", [])
+    assert not any(engine.steps)
+
+
 # ---------------------------------------------------------------- everything at once
 
 
@@ -841,6 +944,12 @@ def random_prompt(rng, lib, docs, mode):
     parts.append([rng.randrange(100) for _ in range(rng.randint(1, 12))])
     behind = {} if mode == "lazy" else {mode: rng.choice([(), PREAMBLE, ALIGNED_PREAMBLE])}
     return lib.prompt(*parts, **behind, salt=rng.choice([None, None, "s"]))
+
+
+def ended_otherwise(answer):
+    """Without tokens: it did not fit, or was only to warm."""
+    asked = answer.prompt.spans or answer.prompt.prefix
+    return isinstance(answer.error, CapacityError) or (answer.warmed if asked else answer.finish_reason == "stop")
 
 
 def with_gaps(rng, lib, chunk):
@@ -863,7 +972,7 @@ def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed
             given = random_prompt(rng, lib, docs, mode)
             if rng.random() < 0.2:
                 given = lib.prompt(given.token_ids)
-            alive.append(engine.add(given, max_tokens=rng.randint(1, 25)))
+            alive.append(engine.add(given, max_tokens=rng.randint(1, 25), warms_only=rng.random() < 0.2))
         if alive and rng.random() < 0.08:
             gone.add(rng.choice(alive))
             engine.abort(max(gone))
@@ -873,8 +982,8 @@ def test_random_traffic_under_pressure(new_engine, lib, docs, mode, budget, seed
     engine.run()
     for request_id in set(alive) - gone:
         answer = engine.answer(request_id)
-        assert answer.right or isinstance(answer.error, CapacityError)
-        assert answer.finish_reason in ("length", "error")
+        assert answer.right or ended_otherwise(answer)
+        assert answer.finish_reason in ("length", "stop", "error")
     assert engine.stats["fail_safe"] == 0
     assert engine.scheduler.reset_prefix_cache()
 
@@ -910,7 +1019,7 @@ def test_every_request_ends_in_a_pool_of_a_few_blocks(new_loading_engine, lib, m
         given, max_tokens = some_prompt(), rng.randint(1, 12)
         fits = len(given.token_ids) + max_tokens <= (num_blocks - 1) * lib.BLOCK
         if rng.random() < 0.5 and (fits or given.spans or given.prefix):  # vLLM refuses other requests elsewhere
-            alive.append(engine.add(given, max_tokens=max_tokens))
+            alive.append(engine.add(given, max_tokens=max_tokens, warms_only=rng.random() < 0.3))
         if alive and rng.random() < aborting:
             gone.add(rng.choice(alive))
             engine.abort(max(gone))
@@ -920,7 +1029,7 @@ def test_every_request_ends_in_a_pool_of_a_few_blocks(new_loading_engine, lib, m
     engine.run()
     for request_id in set(alive) - gone:
         answer = engine.answer(request_id)
-        assert answer.right or isinstance(answer.error, CapacityError)
+        assert answer.right or ended_otherwise(answer)
     assert engine.stats["fail_safe"] == 0
     assert engine.scheduler.reset_prefix_cache()
 

@@ -23,6 +23,8 @@ class FakeEngine:
         self.log.append((self.name, method))
         if method == "forget":
             return None
+        if method == "compute":
+            return Timed(5.0 * len(arguments["prompts"]), 0.5, ())
         prompts, arrivals = arguments["prompts"], arguments.get("arrivals")
         if method == "serve":
             late = arguments.get("slo_ms") and len(arrivals) / arrivals[-1] > self.capacity
@@ -53,8 +55,16 @@ def test_a_step_is_what_further_tokens_take() -> None:
 
 def test_throughput_counts_prompts_and_answers() -> None:
     workload = Workload(documents=1, tokens=98, question=1, batch=4, new=True, shared=False)
-    found = bench([]).read(METRICS["ingest"], ("throughput", workload))
-    assert found["ingest"]["lazy"][0].value == pytest.approx(4 * 100 / 0.040)
+    found = bench([]).read(METRICS["ordinary"], ("throughput", workload))
+    assert found["ordinary"]["plugin"][0].value == pytest.approx(4 * 100 / 0.040)
+
+
+def test_an_ingest_counts_the_documents_tokens_alone() -> None:
+    log: list[tuple[str, str]] = []
+    workload = Workload(documents=1, tokens=98, question=0, batch=4, new=True, shared=False)
+    found = bench(log).read(METRICS["ingest"], ("ingest", workload))
+    assert set(log) == {("lazy", "compute"), ("stock", "compute")}
+    assert found["ingest"]["lazy"][0].value == pytest.approx(4 * 98 / 0.020)
 
 
 def test_what_was_not_cached_is_not_measured_as_hot() -> None:

@@ -492,7 +492,7 @@ def test_warming_computes_what_is_known_and_passes_over_the_rest(connect: Connec
     rag, engine = connect()
     (id,) = rag.register([A])
     assert [(found, type(reuse)) for found, reuse in rag.warm([id, "0" * 32])] == [(id, Reuse)]
-    assert engine.requests[0].sampling.max_tokens == 1
+    assert engine.requests[0].warms_only
     assert sources(rag, prompt_of(A)) == (HBM,)
 
 

@@ -247,25 +247,25 @@ class Warming(Scripted):
         return lambda: None
 
 
-def test_warm_sends_each_chunk_as_an_ordinary_request_with_a_literal_tail() -> None:
+def test_warm_sends_each_chunk_with_a_token_behind_it_in_a_request_that_is_not_run() -> None:
     engine = Warming({})
-    assert [id for id, _ in engines.warm(engine, [("a", [1, 2]), ("b", [3])], tail=7, namespace="n")] == ["a", "b"]
+    assert [id for id, _ in engines.warm(engine, [("a", [1, 2]), ("b", [3])], namespace="n")] == ["a", "b"]
     first, second = engine.requests
-    assert (first.token_ids, first.segments) == ([1, 2, 7], (Segment("a", 0, 2),))
-    assert (second.token_ids, second.segments) == ([3, 7], (Segment("b", 0, 1),))
+    assert (first.token_ids, first.segments) == ([1, 2, 0], (Segment("a", 0, 2),))
+    assert (second.token_ids, second.segments) == ([3, 0], (Segment("b", 0, 1),))
     assert {r.namespace for r in engine.requests} == {"n"}
-    assert {r.sampling.max_tokens for r in engine.requests} == {1}
+    assert all(r.warms_only for r in engine.requests)
 
 
 def test_warm_puts_the_preamble_in_front() -> None:
     engine = Warming({})
-    list(engines.warm(engine, [("a", [1, 2])], tail=7, prefix=[5, 5, 5]))
+    list(engines.warm(engine, [("a", [1, 2])], prefix=[5, 5, 5]))
     (sent,) = engine.requests
-    assert (sent.token_ids, sent.prefix_len, sent.segments) == ([5, 5, 5, 1, 2, 7], 3, (Segment("a", 3, 2),))
+    assert (sent.token_ids, sent.prefix_len, sent.segments) == ([5, 5, 5, 1, 2, 0], 3, (Segment("a", 3, 2),))
 
 
 def test_warm_reports_a_failed_chunk_and_goes_on() -> None:
-    results = dict(engines.warm(Warming({}), [("a", [1]), ("b", [9]), ("c", [2])], tail=7, batch=2))
+    results = dict(engines.warm(Warming({}), [("a", [1]), ("b", [9]), ("c", [2])], batch=2))
     assert isinstance(results["b"], CapacityError)
     assert results["a"] == results["c"] == Reuse(2, 0, (COMPUTED,))
 
@@ -278,7 +278,7 @@ def test_warm_has_no_more_than_a_batch_in_flight_and_reads_lazily() -> None:
             taken.append(n)
             yield str(n), [n]
 
-    warming = engines.warm(Warming({}), chunks(), tail=7, batch=2)
+    warming = engines.warm(Warming({}), chunks(), batch=2)
     assert next(warming)[0] == "0"
     assert taken == [0, 1]
     assert next(warming)[0] == "1"
@@ -287,7 +287,7 @@ def test_warm_has_no_more_than_a_batch_in_flight_and_reads_lazily() -> None:
 
 
 def test_warming_that_is_given_up_cancels_what_is_in_flight(engine: Scripted) -> None:
-    warming = engines.warm(engine, [("done", [4]), *((str(n), [3]) for n in range(9))], tail=7, batch=4)
+    warming = engines.warm(engine, [("done", [4]), *((str(n), [3]) for n in range(9))], batch=4)
     assert next(warming) == ("done", REUSE)
     warming.close()
     assert engine.cancelled == [3, 3, 3]

@@ -26,7 +26,7 @@ from lazyrag.backend.engine import (
 )
 from lazyrag.backend.fake import FakeEngine, words
 from lazyrag.errors import CapacityError, ContextOverflowError, EngineDeadError, EngineError, RequestError
-from lazyrag.types import COMPUTED, HBM, Segment
+from lazyrag.types import COMPUTED, HBM, Reuse, Segment
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +195,16 @@ def test_a_chunk_behind_another_preamble_is_another_chunk(engine: FakeEngine) ->
 
 
 def test_warming_makes_chunks_resident(engine: FakeEngine) -> None:
-    assert [id for id, _ in warm(engine, [("a", A), ("b", B)], tail=1, batch=1)] == ["a", "b"]
+    assert [id for id, _ in warm(engine, [("a", A), ("b", B)], batch=1)] == ["a", "b"]
     reuse = run(engine, lazy(B, (1,), A, (1,)))[0].reuse
     assert reuse is not None
     assert reuse.sources == (HBM, HBM)
+
+
+def test_a_request_that_only_warms_generates_nothing(engine: FakeEngine) -> None:
+    (answer,) = run(engine, replace(lazy(A, (1,)), warms_only=True))
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), "stop")
+    assert answer.reuse == Reuse(len(A) + 1, 0, (COMPUTED,))
 
 
 def test_a_request_that_fails_leaves_the_engine_to_the_others(folder: Path) -> None:

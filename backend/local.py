@@ -651,6 +651,7 @@ def sampling_params(request: Request, extra: Mapping[str, Any]) -> Any:
             structured_outputs=constraint(sampling),
             output_kind=RequestOutputKind.DELTA,
             extra_args=dict(extra) or None,
+            skip_clone=True,  # nobody else has them
         )
     except ValueError as error:
         raise RequestError("A sampling setting is not valid:", why=explanation(error)) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -57,12 +58,17 @@ class Chain:
         return self.found
 
     def look_up(self, pool: BlockPool) -> Sequence[KVCacheBlock | None]:
-        """For each hash the block that holds it, or None. Not to be changed."""
+        """For each hash the block that holds it, or None; None behind the first that is missing. Not to be changed.
+
+        vLLM looks no further either: whoever computes a block computes all behind it.
+        """
         blocks = self.resident(pool)
         return blocks if blocks is not None else self._search(pool)
 
     def _search(self, pool: BlockPool) -> list[KVCacheBlock | None]:
-        return list(map(pool.cached_block_hash_to_block.get_one_block, self.marks))
+        found = map(pool.cached_block_hash_to_block.get_one_block, self.marks)
+        blocks: list[KVCacheBlock | None] = list(takewhile(lambda block: block is not None, found))
+        return blocks + [None] * (len(self.marks) - len(blocks))
 
 
 class Chains:

@@ -142,6 +142,7 @@ class RequestMaker:
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._chains, self._contents = Chains(), Contents(self._vocabulary)
         self._num_made = 0
+        self._child_params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         # Not to be guessed: a refused request is known by its id until its error is out.
         self._id_prefix = f"{wire.CHILD_PREFIX}{secrets.token_hex(8)}-"
 
@@ -214,12 +215,12 @@ class RequestMaker:
             may_load=may_load,
             quota=parent.quota,
         )
+        params = copy(self._child_params)
+        params.extra_args = {wire.CHILD: named}
         request = Request(
             request_id=f"{self._id_prefix}{self._num_made}",
             prompt_token_ids=[*prefix, *self._padded(content.token_ids)],
-            sampling_params=SamplingParams(
-                max_tokens=1, temperature=0.0, detokenize=False, extra_args={wire.CHILD: named}
-            ),
+            sampling_params=params,
             pooling_params=None,
             client_index=stock.client_index,
             arrival_time=stock.arrival_time,

@@ -221,7 +221,9 @@ class LazyMixin(compat.Gate):
 
     def may_run(self, request: Request) -> bool:
         """The gate; see `compat`."""
-        if self._closed or request.request_id in self._failures or self._is_operation(request.request_id):
+        if request.request_id in self._failures or self._is_operation(request.request_id):
+            return False
+        if self._closed and request.request_id not in self._children:  # 0.26 puts a preempted one behind its parent
             return False
         lazy = self._lazy.get(request.request_id)
         if lazy is None or request.num_computed_tokens > 0:
@@ -619,10 +621,11 @@ class LazyMixin(compat.Gate):
                 resident += blocks
                 continue
             lazy.missing.append(i)
-            resident += [block for block in chain.look_up(self._pool) if block is not None]
             whole = lazy.contents[i].chain
-            found = zip(whole.hashes, whole.look_up(self._pool), strict=True)
-            absent |= {block_hash for block_hash, block in found if block is None}
+            found = whole.look_up(self._pool)
+            own = found if chain is whole else chain.look_up(self._pool)
+            resident += [block for block in own if block is not None]
+            absent |= {h for h, block in zip(whole.hashes, found, strict=True) if block is None}
         return resident, absent
 
     def _num_blocks_lacked_by(self, child: Child) -> int:
@@ -688,9 +691,9 @@ class LazyMixin(compat.Gate):
 
     def _estimate(self, request: Request) -> int:
         """`KVCacheManager.estimate_cached_tokens` of this engine, which asks every block of a request."""
-        lazy = request.request_id in self._lazy
+        ours = request.request_id in self._lazy or request.request_id in self._children
         full_blocks = request.num_computed_tokens // self.block_size * self.block_size
-        num_tokens: int = full_blocks if lazy else self._stock_estimate(request)
+        num_tokens: int = full_blocks if ours else self._stock_estimate(request)
         return num_tokens
 
     def _common(self, request_id: str) -> list[int]:

@@ -444,6 +444,7 @@ class Server:
                     logprobs=logprobs,
                     output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
                     extra_args=extra_args or None,
+                    skip_clone=True,  # in every arm
                 )
             )
         return inputs, params

@@ -25,7 +25,7 @@ import typer
 
 from lazyrag._version import __version__
 from lazyrag.errors import ConfigError, EngineDeadError, InputError, LazyRAGError, MissingExtraError, MissingStoreError
-from lazyrag.modes import EXACT
+from lazyrag.modes import AUTO, EXACT
 
 if TYPE_CHECKING:
     from lazyrag.backend.engine import Delta
@@ -208,8 +208,8 @@ def ingest(
         feed_server(server, paths, kv, sync, dry_run, fail_fast, quiet, as_json)
     config = load(file, **settings)
     rag = LazyRAG(config)
-    if kv is KV.now:
-        rag.engine_config  # noqa: B018  (settings that no engine can have are refused before files are read)
+    if kv is KV.now and config.mode != AUTO:
+        rag.engine_config  # noqa: B018  (a mode that no engine can have is refused before files are read)
     if dry_run:
         with TemporaryDirectory() as folder:  # for a store that does not exist yet, and shall not
             plan = (rag if rag.store else LazyRAG(replace(config, store=Path(folder)))).plan_ingest(paths)

@@ -556,9 +556,14 @@ def test_each_kind_of_bench_has_its_own_help_and_options(run: Run) -> None:
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
 
 
-def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(run: Run, store: Path) -> None:
-    result = run("query", "How high is the lamp?", "--store", store, "--mode", "sink+first_k=7")
+@pytest.mark.parametrize("command", [("query", "How high is the lamp?"), ("ingest", "docs")])
+def test_a_mode_that_no_engine_can_have_is_refused_before_one_starts(
+    command: tuple[str, ...], run: Run, store: Path, docs: Path
+) -> None:
+    (docs / "new.txt").write_text("A text that no store has seen.")
+    result = run(*command, "--store", store, "--mode", "sink+first_k=7")
     assert result.exit_code == 2
+    assert "plan:" not in result.stderr
     assert "sink+first_k=7" in result.stderr
     assert "Starting the engine" not in result.stderr
 

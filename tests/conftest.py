@@ -9,6 +9,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def limit(item: pytest.Item) -> float:
         mark = item.get_closest_marker("timeout")
-        return usual if mark is None else float(mark.args[0])
+        return usual if mark is None or not mark.args else float(mark.args[0])
 
     items.sort(key=limit, reverse=True)

@@ -133,8 +133,8 @@ def request_from_args(args: Mapping[str, Any]) -> WireRequest:
     sink = args.get(SINK) or ()
     are_lists = all(isinstance(numbers, (list, tuple)) for numbers in (flat, sink))
     quota = args.get(QUOTA)
-    numbers = [*flat, prefix_len, *sink, 0 if quota is None else quota] if are_lists else [None]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or len(flat) % 4:
+    numbers: list[Any] = [*flat, prefix_len, *sink, 0 if quota is None else quota] if are_lists else [None]
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or len(flat) % 4:
         raise InputError(
             f"{SPANS} must be a flat list of (start, num_tokens, offset, chunk_tokens), {PREFIX} and {QUOTA} ints, and "
             f"{SINK} a list of tokens, all >= 0."

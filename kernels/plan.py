@@ -33,6 +33,7 @@ A *turn line* is a line of the table of rotations (`turn_table`); line 0 turns b
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -62,24 +63,39 @@ class Context:
     """The segments of one request, in block-table order. Made when the request arrives, read-only afterwards.
 
     Attributes:
-        first_page: [S] column of the block table where each segment starts.
-        num_tokens: [S] valid tokens.
+        runs: [1 + S, 6] lines of the table `runs`, the suffix's first; a step fills in request, tiles, suffix tokens.
         visible_from: [S] index of the first suffix token that sees the segment; ascending.
-        line: [S] turn line of each segment.
-        suffix_page: column where the suffix starts.
     """
 
-    first_page: np.ndarray
-    num_tokens: np.ndarray
+    runs: np.ndarray
     visible_from: np.ndarray
-    line: np.ndarray
-    suffix_page: int
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, int, int, int]], suffix_page: int) -> Context:
         """From (first page, tokens, visible from, turn line) of each segment."""
-        columns = np.array(segments, dtype=np.int64).reshape(-1, 4).T
-        return cls(columns[0], columns[1], columns[2], columns[3], suffix_page)
+        lines = [(0, page, tokens, 0, line, s) for s, (page, tokens, _, line) in enumerate(segments)]
+        runs = np.array([(0, suffix_page, 0, 0, 0, SUFFIX.value), *lines], dtype=np.int64)
+        return cls(runs, np.array([visible_from for _, _, visible_from, _ in segments], dtype=np.int64))
+
+    @property
+    def first_page(self) -> np.ndarray:
+        """[S] column of the block table where each segment starts."""
+        return self.runs[1:, 1]
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """[S] valid tokens."""
+        return self.runs[1:, 2]
+
+    @property
+    def line(self) -> np.ndarray:
+        """[S] turn line of each segment."""
+        return self.runs[1:, 4]
+
+    @property
+    def suffix_page(self) -> int:
+        """Column where the suffix starts."""
+        return int(self.runs[0, 1])
 
 
 NOTHING = Context.of([], 0)
@@ -214,31 +230,18 @@ def make_plan(rows: Sequence[Row], tiling: Tiling, slots: int, capacity: Capacit
         ValueError: the plan cannot fit the capacity.
     """
     tile, block_q = tiling.tile, tiling.block_q
-    contexts = [row.context for row in rows]
     # per request, [B]
-    numbers = [(r.queries, r.suffix, len(r.context.num_tokens), r.context.suffix_page) for r in rows]
-    queries, suffix, num_segments, suffix_page = np.array(numbers, dtype=np.int64).T
-    first_query = _before(queries)
-    first_segment = _before(num_segments)
+    numbers = [(row.queries, row.suffix, len(row.context.runs)) for row in rows]
+    queries, suffix, num_runs = np.array(numbers, dtype=np.int64).T
+    first_query, suffix_run, num_segments = _before(queries), _before(num_runs), num_runs - 1
 
     # runs: the suffix of a request, then its segments, [R]
-    request = np.repeat(np.arange(len(rows)), num_segments + 1)
-    suffix_run = first_segment + np.arange(len(rows))
-    is_suffix = np.zeros(len(request), dtype=bool)
-    is_suffix[suffix_run] = True
-    segment = np.arange(len(request)) - suffix_run[request] - 1
-    runs = np.empty((len(request), 6), dtype=np.int64)
-    runs[:, 0] = request
-    runs[is_suffix, 1] = suffix_page
-    runs[~is_suffix, 1] = np.concatenate([c.first_page for c in contexts])
-    runs[is_suffix, 2] = suffix
-    runs[~is_suffix, 2] = np.concatenate([c.num_tokens for c in contexts])
-    run_tiles = -(-runs[:, 2] // tile)
-    runs[:, 3] = _before(run_tiles)
-    runs[is_suffix, 4] = 0
-    runs[~is_suffix, 4] = np.concatenate([c.line for c in contexts])
-    runs[:, 5] = np.where(is_suffix, SUFFIX.value, segment)
-    first_tile = np.append(runs[:, 3], runs[-1, 3] + run_tiles[-1])
+    runs = np.concatenate([row.context.runs for row in rows])
+    runs[:, 0] = np.arange(len(rows)).repeat(num_runs)
+    runs[suffix_run, 2] = suffix
+    first_tile = np.zeros(len(runs) + 1, dtype=np.int64)
+    (-(-runs[:, 2] // tile)).cumsum(out=first_tile[1:])
+    runs[:, 3] = first_tile[:-1]
 
     # seen: all segments, except for queries in front of a segment, [Q]
     seen = np.repeat(num_segments, queries)
@@ -291,11 +294,14 @@ def make_plan(rows: Sequence[Row], tiling: Tiling, slots: int, capacity: Capacit
 
 def _before(counts: np.ndarray) -> np.ndarray:
     """Sum of what stands in front of each entry."""
-    return np.asarray(np.cumsum(counts) - counts)
+    return np.asarray(counts.cumsum() - counts)
 
 
 def _fits(size: Capacity, capacity: Capacity) -> bool:
-    return all(getattr(size, f.name) <= getattr(capacity, f.name) for f in fields(Capacity))
+    return all(map(operator.le, _lines(size), _lines(capacity)))
+
+
+_lines = operator.attrgetter(*(field.name for field in fields(Capacity)))
 
 
 def turn_table(rope: Rope, shifts: Sequence[int] | Tensor) -> Tensor:
@@ -445,8 +451,11 @@ class DevicePlan:
         if not self.fixed:
             self.num_slots, self.most_rows = plan.size.slots, plan.most_queries * self.tiling.group
         # The graph does not read the runs: only those in use are copied.
-        size = replace(self.capacity, runs=plan.size.runs) if self.fixed else plan.size
-        self._lay_out(size)
+        if self.fixed:
+            size = replace(self.capacity, runs=plan.size.runs)
+        else:
+            size = plan.size
+            self._lay_out(size)
         host = self._arena.staging.take()
         start = 0
         for table, lines in (

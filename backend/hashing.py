@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -115,7 +115,7 @@ def _extend(
     chain: list[BlockHash],
     tokens: Sequence[int],
     block_size: int,
-    seen: Iterable[_Seen],
+    seen: Sequence[_Seen],
     keys: ExtraKeys,
     hash_block: HashBlock,
     num_valid: int | None = None,
@@ -127,12 +127,13 @@ def _extend(
     """
     for i in range(len(chain), len(tokens) // block_size):
         start = i * block_size
-        new = [s for s in seen if start <= s.visible_from < start + block_size]
+        new = [s for s in seen if start <= s.visible_from < start + block_size] if seen else []
         parent = chain[-1] if chain else behind
         if parent is None and new and new[0].continues:
             parent = new.pop(0).last_hash
         extra = keys.first if parent is None else keys.rest
-        extra += tuple(("lazy", s.visible_from - start, s.num_tokens, s.last_hash) for s in new)
+        if new:
+            extra += tuple(("lazy", s.visible_from - start, s.num_tokens, s.last_hash) for s in new)
         if num_valid is not None and num_valid < start + block_size:
             extra += (("pads", num_valid - start),)
         chain.append(hash_block(parent, tokens[start : start + block_size], extra or None))

@@ -85,6 +85,16 @@ def put_first(scheduler: Scheduler, request: Request) -> None:
     (getattr(scheduler, "skipped_waiting", None) or scheduler.waiting).prepend_request(request)
 
 
+def put_before(scheduler: Scheduler, request: Request, other: Request) -> None:
+    """Move a waiting request to the place in front of another one (see `waiting_requests`)."""
+    queues = [queue for name in ("skipped_waiting", "waiting") if (queue := getattr(scheduler, name, None))]
+    for queue in queues:
+        if request in queue:
+            queue.remove_request(request)
+    (target,) = (queue for queue in queues if other in queue)
+    target.insert(target.index(other), request)
+
+
 def count_hits(manager: KVCacheManager, request: Request, num_hits: int) -> None:
     """Count tokens found in the prefix cache, as 0.26 does where it finds them. 0.32 and 0.33 count in the scheduler.
 

@@ -84,6 +84,7 @@ class LazyRequest:
         cached_suffix_tokens: suffix tokens that the prefix cache held; set when the request is first scheduled.
         missing: indices of the segments that are not resident; set at the start of each step.
         forgotten: names of chunks that were forgotten since it came: it may use them, nobody keeps them for it.
+        num_overtaken: how often another request was preferred to it.
     """
 
     request: Request
@@ -99,6 +100,7 @@ class LazyRequest:
     cached_suffix_tokens: int | None = None
     missing: list[int] = field(default_factory=list)
     forgotten: set[str] = field(default_factory=set)
+    num_overtaken: int = 0
 
     def report(self) -> wire.WireReport:
         """What the client is told (see `wire`)."""

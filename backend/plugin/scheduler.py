@@ -23,7 +23,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_AHEAD = 16
+"""Waiting requests among which one may be preferred, and whose chunks are evicted last."""
+_MOST_OVERTAKEN = 8
+"""Times that one of them may be overtaken."""
 _MOST_PREFETCHED = 4096
 _MAX_STUCK_STEPS = 4
 """Steps without any progress after which the oldest lazy request is given an error. One suffices by construction."""
@@ -142,6 +146,10 @@ class LazyMixin(compat.Gate):
         """Clients' lazy requests that get children and pins in this step, oldest first; set by `_admit`."""
         self._closed = False
         """The gate met a request that must wait for room: nobody behind it may pass in this step."""
+        self.serves_in_turn = False
+        """Requests run as they come, and what was used least recently is evicted first; for comparison (bench)."""
+        self._is_in_order = True
+        """Nothing has changed since waiting requests, and what may be evicted, were put in order."""
         self._num_stuck = 0
         self._refused_when_idle = False
         self._operations: dict[str, tuple[control.Control, LazyRequest | None]] = {}
@@ -210,6 +218,8 @@ class LazyMixin(compat.Gate):
             self._admit()
             self._operate()
             self._spawn()
+            if not self._is_in_order and not self.serves_in_turn:
+                self._put_in_order()
         output = super().schedule(*args, **kwargs)
         if self._lazy:
             self._after_schedule(output)
@@ -221,15 +231,16 @@ class LazyMixin(compat.Gate):
 
     def may_run(self, request: Request) -> bool:
         """The gate; see `compat`."""
-        if request.request_id in self._failures or self._is_operation(request.request_id):
+        request_id = request.request_id
+        if request_id in self._failures or self._is_operation(request_id):
             return False
-        if self._closed and request.request_id not in self._children:  # 0.26 puts a preempted one behind its parent
+        if self._closed and request_id not in self._children:  # those may stand anywhere, once they were preempted
             return False
-        lazy = self._lazy.get(request.request_id)
+        lazy = self._lazy.get(request_id)
         if lazy is None or request.num_computed_tokens > 0:
             return True
         # Admitted: what was resident at the start of the step is pinned, only the rest can have changed since then.
-        admitted = request.request_id in self._admitted
+        admitted = request_id in self._admitted
         lazy.missing = self._missing(lazy, lazy.missing if admitted else range(len(lazy.layout.segments)))
         if not lazy.missing:
             return not lazy.warms_only
@@ -491,6 +502,7 @@ class LazyMixin(compat.Gate):
         if self._prefetched:
             self._note_prefetched(lazy, missing)
         self._lazy[lazy.request.request_id] = lazy
+        self._is_in_order = False
         self._counters.requests += 1
         self._counters.segments_missing += num_missing
         self._counters.segments_resident += num_segments - num_missing
@@ -538,12 +550,14 @@ class LazyMixin(compat.Gate):
         for request_id in [i for i in self._lazy if i not in self.requests]:
             self._pins.release(request_id)
             self._residents.forget(self._lazy.pop(request_id).forgotten)
+            self._is_in_order = False
         for child in [c for c in self._children.values() if c.request_id not in self.requests]:
             self._forget_child(child)
 
     def _forget_child(self, child: Child) -> None:
         del self._children[child.request_id]
         del self._child_of[child.key]
+        self._is_in_order = False
         self._lazy.pop(child.request_id, None)
         self._residents.note(child.name, child.block_hashes)
         if child.request_id in self._doomed:
@@ -605,6 +619,39 @@ class LazyMixin(compat.Gate):
             # Whoever is given blocks before anybody else needs no pins.
             if rank or self._children or any(lazy.missing for lazy in self._admitted.values()):
                 self._pins.hold(request_id, resident)
+
+    def _put_in_order(self) -> None:
+        """Let the pool's chunks be used before they are evicted, where not all that waits fits at once.
+
+        Of the requests at the head of those that wait for room, the one that has the least to compute goes first; and
+        what will be asked for soonest is evicted last (Belady 1966, as far as the queue shows), the rest by last use.
+        """
+        self._is_in_order = True
+        waiting = (
+            (request, self._lazy.get(request.request_id))
+            for request in compat.waiting_requests(self)
+            if request.request_id not in self._admitted and request.request_id not in self._children
+        )
+        # Ordinary requests and those that have been preempted are not overtaken.
+        lazy_ones = (lazy for request, lazy in takewhile(lambda one: one[1] and not one[0].num_preemptions, waiting))
+        ahead = [lazy for lazy in islice(lazy_ones, _LOOK_AHEAD) if lazy is not None]
+        if not ahead:
+            return
+        absent = [
+            sum(len(chain.hashes) for chain in lazy.chains if chain.resident(self._pool) is None) for lazy in ahead
+        ]
+        best = absent.index(min(absent))
+        overtaken = ahead[:best]
+        if overtaken and all(lazy.num_overtaken < _MOST_OVERTAKEN for lazy in overtaken):
+            for lazy in overtaken:
+                lazy.num_overtaken += 1
+            compat.put_before(self, ahead[best].request, ahead[0].request)
+            ahead.insert(0, ahead.pop(best))
+        chains = dict.fromkeys(chain for lazy in ahead for chain in lazy.chains)
+        for chain in reversed(chains):
+            blocks = chain.resident(self._pool) or ()
+            self._pool.touch(blocks)
+            self._pool.free_blocks(reversed(blocks))
 
     def _num_own_blocks(self, lazy: LazyRequest, num_blocks: int) -> int:
         """Of a request's `num_blocks`, those that nobody shares with it."""

@@ -23,6 +23,8 @@ class Arm:
         spans: documents are marked as reusable.
         salted: every request under a salt of its own.
         in_part: of each document, the workload's `first_k` tokens are computed in their place.
+        in_turn: of requests that wait for room none is preferred, and what was used least recently is evicted first, as
+            stock vLLM does; else as LazyRAG's scheduler does it. For engines with that scheduler.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Arm:
     spans: bool = False
     salted: bool = False
     in_part: bool = False
+    in_turn: bool = False
 
 
 ARMS = {
@@ -41,7 +44,17 @@ ARMS = {
         Arm("prefix", "stock", "vLLM's prefix caching, documents in the request's order"),
         Arm("prefix-reorder", "stock", "the same, documents sorted so that prefixes recur", order="sorted"),
         Arm("lazy", "lazy", "LazyRAG, documents in the request's order", spans=True),
-        Arm("materialize", "materialize", "each use copies the KV and turns its keys; stock attention", spans=True),
+        Arm(
+            "lazy-in-turn", "lazy", "the same, requests served in turn as by vLLM's scheduler", spans=True, in_turn=True
+        ),
+        Arm(
+            "materialize",
+            "materialize",
+            "each use copies the KV and turns its keys; stock attention, requests served in turn",
+            spans=True,
+            in_turn=True,
+        ),
+        Arm("materialize-ordered", "materialize", "the same, requests in the order of LazyRAG's scheduler", spans=True),
         Arm(
             "first-k", "lazy", "LazyRAG, the first tokens of each document computed in place", spans=True, in_part=True
         ),

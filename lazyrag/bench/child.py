@@ -255,6 +255,7 @@ class Server:
         prompts: Sequence[Prompt],
         arrivals: Sequence[float],
         max_tokens: int,
+        in_turn: bool = False,
         slo_ms: float | None = None,
         max_late: int = 0,
     ) -> Served:
@@ -267,6 +268,7 @@ class Server:
             prompts: the requests.
             arrivals: seconds, ascending.
             max_tokens: of each answer.
+            in_turn: see `arms.Arm`.
             slo_ms: a first token that comes later is late; None: none is.
             max_late: give up when more than this many are late.
 
@@ -274,6 +276,7 @@ class Server:
             RequestError: one of them failed.
         """
         engine = self._llm.llm_engine
+        engine.engine_core.engine_core.scheduler.serves_in_turn = in_turn  # stock schedulers read no such thing
         inputs, params = self._requests(prompts, max_tokens, stream=True)
         first: dict[str, float] = {}
         speed, sent = gauge(), 0
@@ -296,6 +299,7 @@ class Server:
                 and _num_late(ids[:sent], arrivals, first, time.perf_counter() - start, slo_ms) > max_late
             ):
                 engine.abort_request(ids[:sent])
+                self._sender = Sender()  # what was to carry tokens may not have been sent
                 while engine.has_unfinished_requests():
                     engine.step()
                 return Served((), time.perf_counter() - start, speed, gave_up=True)

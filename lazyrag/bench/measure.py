@@ -133,7 +133,11 @@ class Bench:
             engine.call("forget")
             prompts = [prompt_of(traffic, draw, arm) for draw in drawn]
             result: Served = engine.call(
-                "serve", prompts=prompts, arrivals=[0.0] * len(prompts), max_tokens=workload.output
+                "serve",
+                prompts=prompts,
+                arrivals=[0.0] * len(prompts),
+                max_tokens=workload.output,
+                in_turn=arm.in_turn,
             )
             return result
 
@@ -171,6 +175,7 @@ class Bench:
                 prompts=prompts,
                 arrivals=arrivals,
                 max_tokens=workload.output,
+                in_turn=arm.in_turn,
                 slo_ms=slo_ms,
                 max_late=max_late,
             )

@@ -15,6 +15,7 @@ from lazyrag.backend import wire
 from lazyrag.backend.contents import name_of, pack
 from lazyrag.backend.layout import take_apart
 from lazyrag.backend.plugin.pins import Budget
+from lazyrag.backend.plugin.scheduler import _MOST_OVERTAKEN
 from lazyrag.backend.tiers.connector import LazyRAGConnector
 from lazyrag.errors import CapacityError, ContextOverflowError, InputError, RequestError, UnknownContentError
 
@@ -535,20 +536,64 @@ def test_pins_do_not_preempt_running_requests(new_engine, lib, docs):
     assert [request.num_preemptions for request in requests] == [0, 0]
 
 
-def test_a_request_that_waits_for_room_is_not_overtaken(new_engine, lib, docs):
+def finished_in_order(engine, ids):
+    finished = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        finished += [i for i in ids if engine.answer(i).finish_reason and i not in finished]
+    assert all(engine.answer(i).right for i in ids)
+    return finished
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_of_those_that_wait_for_room_who_has_the_least_to_compute_goes_first(new_engine, lib, docs, in_turn):
     engine = new_engine(num_blocks=24)
+    engine.scheduler.serves_in_turn = in_turn
     engine.generate(lib.prompt(docs[2], QUESTION))
     running = engine.add(lib.prompt(range(300, 330)), max_tokens=30)
     engine.step()
     engine.step()
     first = engine.add(lib.prompt(PRE, docs[6], docs[4], QUESTION), max_tokens=1)
     later = [engine.add(lib.prompt(docs[2], range(70 + i, 75 + i)), max_tokens=1) for i in range(3)]
-    finished = []
-    while engine.scheduler.has_requests():
-        engine.step()
-        finished += [i for i in (running, first, *later) if engine.answer(i).finish_reason and i not in finished]
-    assert all(engine.answer(i).right for i in (running, first, *later))
-    assert min(finished.index(i) for i in later) > finished.index(running)
+    order = finished_in_order(engine, (running, first, *later))
+    assert order == ([running, first, *later] if in_turn else [*later, running, first])
+
+
+def test_nobody_is_overtaken_more_than_a_few_times(new_engine, lib, docs):
+    engine = new_engine(num_blocks=24)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 330)), max_tokens=30)
+    engine.step()
+    first = engine.add(lib.prompt(PRE, docs[6], docs[4], QUESTION), max_tokens=1)
+    later = [engine.add(lib.prompt(docs[2], range(i, i + 5)), max_tokens=1) for i in range(3 * _MOST_OVERTAKEN)]
+    order = finished_in_order(engine, (running, first, *later))
+    assert order.index(first) - (order.index(running) < order.index(first)) <= _MOST_OVERTAKEN
+
+
+def test_an_ordinary_request_is_not_overtaken(new_engine, lib, docs):
+    engine = new_engine(num_blocks=24)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 330)), max_tokens=30)
+    engine.step()
+    first = engine.add(lib.prompt(range(400, 460)), max_tokens=1)
+    later = [engine.add(lib.prompt(docs[2], range(70 + i, 75 + i)), max_tokens=1) for i in range(3)]
+    order = finished_in_order(engine, (running, first, *later))
+    assert order.index(first) < min(map(order.index, later))
+
+
+def test_chunks_are_used_before_they_are_evicted(new_engine, lib):
+    """32 requests at once, each about 5 of 16 chunks; 9 fit into the pool. In turn, some 70 chunks are computed."""
+
+    def count_children(in_turn):
+        numbers = random.Random(0)
+        chunks = [lib.Chunk(tuple(numbers.choices(range(500), k=40))) for _ in range(16)]
+        engine = new_engine(num_blocks=97, budget=40, max_num_seqs=32)
+        engine.scheduler.serves_in_turn = in_turn
+        prompts = (lib.prompt(*numbers.sample(chunks, 5), range(i, i + 4)) for i in range(32))
+        assert all(answer.right for answer in engine.generate(*prompts, max_tokens=8))
+        return engine.children
+
+    assert count_children(in_turn=False) < 0.8 * count_children(in_turn=True)
 
 
 def test_chunks_are_computed_while_a_grammar_is_compiled(new_engine, lib, docs):

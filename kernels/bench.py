@@ -1,6 +1,6 @@
 """Micro-benchmark of attention alone: CUDA graph replays of our kernels against stock FlashAttention-3.
 
-    python -m lazyrag.kernels.bench [--json FILE] [--quick] [decode|prefill|pages|ordinary ...]
+    python -m lazyrag.kernels.bench [--json FILE] [--quick] [--only VARIANT,...] [decode|prefill|pages|ordinary ...]
 
 The stock call is what a perfect prefix hit costs: the same tokens as one contiguous causal context, in the same paged
 cache. `FA3+md` has the scheduler metadata that vLLM computes once a step. Every "layer" of a graph has a cache of its
@@ -268,8 +268,10 @@ def host_us(call: Callable[[], object], repeats: int = 50) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds: int) -> Iterator[dict[str, object]]:
-    """Time every variant that `dispatch` lists for the workload's kind of step.
+def measure(
+    workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds: int, only: Sequence[str] = ()
+) -> Iterator[dict[str, object]]:
+    """Time every variant that `dispatch` lists for the workload's kind of step, or `only` those.
 
     Yields:
         a row for each: its time, those of stock, the ratios, the error; `chosen`: what `dispatch.choose` picks.
@@ -278,8 +280,11 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
     setup = Setup(workload, shape, device)
     chosen = dispatch.choose(shape, gpu, num_rows=len(setup.rows), most_queries=workload.queries)
     candidates = dict(dispatch.variants(shape, gpu))
-    unfit = ("whole", "many") if workload.queries == 1 else ()
-    candidates = {name: variant for name, variant in candidates.items() if name not in unfit}
+    candidates = {
+        name: variant
+        for name, variant in candidates.items()
+        if (not only or name in only) and (workload.queries > 1 or variant.tiling.block_m <= dispatch.FEW_ROWS)
+    }
     stock = setup.stock_calls()  # kept until the graphs have run: a graph does not own what its calls made
     graphs = {name: capture(calls) for name, calls in stock.items()}
     errors: dict[str, float] = {}
@@ -293,6 +298,7 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
             graphs[name] = capture(calls)
         keep.append(calls)
     times = medians_us(graphs, setup.layers, rounds)
+    fa3_launch_us = host_us(stock["FA3+md"][0])
     plan = partial(make_plan, setup.rows, chosen.tiling, chosen.slots(gpu, shape.kv_heads))
     for name in candidates:
         ours = times.get(name)
@@ -310,6 +316,7 @@ def measure(workload: Workload, gpu: dispatch.Gpu, device: torch.device, rounds:
             "ratio_best": ours and ours / min(times["FA3"], times["FA3+md"]),
             "plan_us": host_us(plan, 11),
             "launch_us": host_us(keep[list(candidates).index(name)][0]) if ours else None,
+            "fa3_launch_us": fa3_launch_us,
         }
 
 
@@ -344,7 +351,7 @@ def line(row: dict[str, object]) -> str:
     return (
         f"{head} {row['us']:8.1f} us  FA3 {row['fa3_us']:8.1f}  +md {row['fa3_md_us']:8.1f}  "
         f"{row['ratio']:.3f} of FA3  {row['ratio_best']:.3f} of the better  err {row['error']:.1e}  "
-        f"host: plan {row['plan_us']:.0f}, call {row['launch_us']:.0f}"
+        f"host: plan {row['plan_us']:.0f}, call {row['launch_us']:.0f}, FA3's {row['fa3_launch_us']:.0f}"
     )
 
 
@@ -354,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--json", type=Path, help="write machine and rows to this file")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--only", default="", metavar="VARIANT,...", help="time these variants; default: all")
     options = parser.parse_args(arguments)
     unknown = set(options.kinds) - set(WORKLOADS)
     if unknown:
@@ -361,11 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     gpu, rows = dispatch.Gpu.of(device), []
     flags = ["--quick"] if options.quick else []
+    only = [name for name in options.only.split(",") if name]
+    flags += ["--only", options.only] if only else []
     facts = {**machine(), "command": " ".join(["python -m lazyrag.kernels.bench", *flags, *options.kinds])}
     sys.stdout.write("  ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
     for kind in options.kinds or WORKLOADS:
         for workload in WORKLOADS[kind]:
-            for row in measure(workload, gpu, device, 9 if options.quick else ROUNDS):
+            for row in measure(workload, gpu, device, 9 if options.quick else ROUNDS, only):
                 rows.append({"kind": kind, **row})
                 sys.stdout.write(line(row) + "\n")
                 sys.stdout.flush()

@@ -14,8 +14,9 @@ starts at token PAGE: all zeros, no traffic.
 Overlap. Scores of a tile and values of the one before it are in flight together, and both rings are filled ahead.
 
 A *turn* (another rotation of the query, once for each segment) reads shared memory only where there is room (`RAW`):
-the raw query stays there, and the line of cosines and sines comes along with the tile's keys. Otherwise it reads global
-memory, which also serves interleaved and partial rotations.
+the raw query stays there, and the line of cosines and sines comes along with the tile's keys. Where there is room for
+two turned queries (`AHEAD`), two more warps turn the query for the next segment while this one is computed. Otherwise a
+turn reads global memory, which also serves interleaved and partial rotations.
 """
 
 # A kernel's pointers and numbers have no types in Python, its constants do.
@@ -54,6 +55,8 @@ HEAD_SIZES = (64, 128)
 NO_LIMIT = gl.constexpr(1 << 30)
 BOX = gl.constexpr(64)
 """Columns of a TMA box: 128 bytes, the widest swizzle."""
+TURN_ROWS = gl.constexpr(16)
+"""Rows that the warps turn at once that turn ahead: few, for they have few registers."""
 
 
 @gluon.jit
@@ -109,7 +112,7 @@ def _produce(
     D: gl.constexpr,
     R: gl.constexpr,
     STAGES: gl.constexpr,
-    RAW: gl.constexpr,
+    LINES: gl.constexpr,
 ):
     desc, turn_desc, ring, tiles, pages, begin, end, column = fetch
     k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v = ring
@@ -120,7 +123,7 @@ def _produce(
         free = ((j // STAGES) & 1) ^ 1
         mbarrier.wait(free_k.index(stage), free)
         valid, line, _, _ = _tile(tiles, i)
-        if RAW:  # the tile's turn comes along
+        if LINES:  # the tile's turn comes along
             mbarrier.expect(full_k.index(stage), BYTES + R * 4)
             _load_box(turn_desc, [line, 0], full_k.index(stage), turn_buffer.index(stage))
         else:
@@ -153,17 +156,68 @@ def _keep_raw(query, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _turn_from_raw(raw, turned, line, D: gl.constexpr):
-    """Turn all D dimensions (NeoX pairs) by a line of cosines and sines in shared memory."""
-    H: gl.constexpr = D // 2
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
-    cos = line.slice(0, H, 1).load(L)
-    sin = line.slice(H, H, 1).load(L)
+def _turn_rows(raw, turned, cos, sin, H: gl.constexpr, L: gl.constexpr):
+    """Turn all 2 H dimensions (NeoX pairs) of some rows."""
     a = raw.slice(0, H, 1).load(L).to(gl.float32)
     b = raw.slice(H, H, 1).load(L).to(gl.float32)
     turned.slice(0, H, 1).store((a * cos + b * sin).to(turned.dtype))
     turned.slice(H, H, 1).store((b * cos - a * sin).to(turned.dtype))
+
+
+@gluon.jit
+def _turn_from_raw(raw, turned, line, D: gl.constexpr):
+    """Turn a consumer's rows by a line of cosines and sines in shared memory."""
+    H: gl.constexpr = D // 2
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    _turn_rows(raw, turned, line.slice(0, H, 1).load(L), line.slice(H, H, 1).load(L), H, L)
     fence_async_shared()
+
+
+@gluon.jit
+def _line(turns, line, D: gl.constexpr, L: gl.constexpr):
+    """A line of cosines and sines from global memory."""
+    at = turns + line * D + gl.arange(0, D // 2, gl.SliceLayout(0, L))[None, :]
+    return gl.load(at), gl.load(at + D // 2)
+
+
+@gluon.jit
+def _first_turn(query, line, FIRST: gl.constexpr, D: gl.constexpr):
+    """A consumer turns its rows itself at the start, where it has nothing else to do."""
+    _, turns, raw, turned, _, _, _, _ = query
+    H: gl.constexpr = D // 2
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    cos, sin = _line(turns, line, D, L)
+    _turn_rows(raw.index(FIRST // 64), turned.index(FIRST // 64), cos, sin, H, L)
+    fence_async_shared()
+
+
+@gluon.jit
+def _turn_ahead(query, walk, turn_ring, N: gl.constexpr, D: gl.constexpr):
+    """Two warps: all later turns of a slice, each into the buffer that the consumers have left.
+
+    Turn t is written to buffer t % 2. What is free, or full, for the first time has phase 0: turns 1 and 2.
+    """
+    _, turns, raw, turned, _, _, _, _ = query
+    tiles, begin, end, _, _ = walk
+    full_q, free_q = turn_ring
+    H: gl.constexpr = D // 2
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [2, 1], [1, 0])
+    turn = 0
+    last_line = gl.load(tiles + begin * 4 + 1)
+    for i in range(begin + 1, end):
+        line = gl.load(tiles + i * 4 + 1)
+        if line != last_line:
+            turn += 1
+            cos, sin = _line(turns, line, D, L)
+            mbarrier.wait(free_q.index(turn % 2), ((turn - 1) // 2) & 1)
+            for n in range(N):
+                for r in gl.static_range(64 // TURN_ROWS):
+                    rows = raw.index(n).slice(r * TURN_ROWS, TURN_ROWS, 0)
+                    to = turned.index(turn % 2 * N + n).slice(r * TURN_ROWS, TURN_ROWS, 0)
+                    _turn_rows(rows, to, cos, sin, H, L)
+            fence_async_shared()
+            mbarrier.arrive(full_q.index(turn % 2), count=1)
+        last_line = line
 
 
 @gluon.jit
@@ -218,17 +272,20 @@ def _start_scores(
     turn_buffer,
     full_k,
     keys,
+    turn,
     line,
     last_line,
     j,
     FIRST: gl.constexpr,
     GROUP: gl.constexpr,
+    N: gl.constexpr,
     TILE: gl.constexpr,
     D: gl.constexpr,
     R: gl.constexpr,
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
+    AHEAD: gl.constexpr,
     S: gl.constexpr,
 ):
     """Turn the query if tile j of the slice wants another turn than the last one; put the tile's scores in flight."""
@@ -236,13 +293,23 @@ def _start_scores(
     stage = j % STAGES
     if RAW:  # the line comes with the keys
         mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
-    if line != last_line:
+    if not AHEAD and line != last_line:
         _turn(query, turn_buffer, line, stage, FIRST, GROUP, D, R, NEOX, RAW)
     if not RAW:
         mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
     zero = gl.zeros([64, TILE], gl.float32, S)
     k = keys.index(stage).permute([1, 0])
-    return warpgroup_mma(turned.index(FIRST // 64), k, zero, use_acc=False, is_async=True)
+    q = turned.index(turn % 2 * N + FIRST // 64)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _next_turn(turn_ring, turn):
+    """Leave a turn, whose last scores are there, for the next one."""
+    full_q, free_q = turn_ring
+    mbarrier.arrive(free_q.index(turn % 2), count=1)
+    mbarrier.wait(full_q.index((turn + 1) % 2), (turn // 2) & 1)
+    return turn + 1
 
 
 @gluon.jit
@@ -309,9 +376,10 @@ def _consume(
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Query rows FIRST .. FIRST + 63 of the tile."""
-    query, to, walk, ring, scale_log2 = rows
+    query, to, walk, ring, turn_ring, scale_log2 = rows
     k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v = ring
     _, _, _, _, q0, nq, _, head = query
     tiles, begin, end, seen, index0 = walk
@@ -329,11 +397,20 @@ def _consume(
     top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, S))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([64, D], gl.float32, O)
+    tile = _tile(tiles, begin)
     if RAW:
         _keep_raw(query, FIRST, GROUP, D)
+    if AHEAD:
+        _, free_q = turn_ring
+        _first_turn(query, tile[1], FIRST, D)
+        mbarrier.arrive(free_q.index(1), count=1)  # the raw query is there, the second buffer is free
 
-    tile = _tile(tiles, begin)
-    s = _start_scores(query, turn_buffer, full_k, keys, tile[1], -1, 0, FIRST, GROUP, TILE, D, R, NEOX, STAGES, RAW, S)
+    N: gl.constexpr = BLOCK_M // 64
+    turn = 0
+    s = _start_scores(
+        query, turn_buffer, full_k, keys, turn, tile[1], -1, 0,
+        FIRST, GROUP, N, TILE, D, R, NEOX, STAGES, RAW, AHEAD, S,
+    )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(free_k.index(0), count=1)
     p, top, total, shrink = _softmax(s, tile, top, total, sight, scale_log2, TILE, PAGE, S)
@@ -343,9 +420,12 @@ def _consume(
     for i in range(begin + 1, end):
         j = i - begin
         next_tile = _tile(tiles, i + 1)
+        if AHEAD and tile[1] != last_line:
+            turn = _next_turn(turn_ring, turn)
         s = _start_scores(
-            query, turn_buffer, full_k, keys, tile[1], last_line, j, FIRST, GROUP, TILE, D, R, NEOX, STAGES, RAW, S
-        )
+            query, turn_buffer, full_k, keys, turn, tile[1], last_line, j,
+            FIRST, GROUP, N, TILE, D, R, NEOX, STAGES, RAW, AHEAD, S,
+        )  # fmt: skip
         acc = _start_values(a, acc, full_v, values, j - 1, STAGES)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(free_k.index(j % STAGES), count=1)
@@ -401,9 +481,10 @@ def _attend(
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
+    AHEAD: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One slice of one query tile for one key head; `turn_desc` is used if RAW."""
+    """One slice of one query tile for one key head; `turn_desc` is used if lines come along with keys."""
     gdc_launch_dependents()  # the merge may be put in place; it waits for our end
     head, kv_heads = gl.program_id(0), gl.num_programs(0)
     item = work + gl.program_id(1) * 6
@@ -415,14 +496,16 @@ def _attend(
         BOXES: gl.constexpr = STAGES * (D // BOX) * (TILE // PAGE)
         Q: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-        turned = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
+        LINES: gl.constexpr = RAW and not AHEAD
+        turned = gl.allocate_shared_memory(desc.dtype, [2 * N if AHEAD else N, 64, D], Q)
         full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         free_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         free_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        raw, turn_buffer = turned, full_k  # stand-ins, not used unless RAW
+        raw, turn_buffer, full_q, free_q = turned, full_k, full_k, full_k  # stand-ins, not used unless they are needed
         if RAW:
             raw = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
+        if LINES:
             turn_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, R], turn_desc.layout)
         k_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
         v_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
@@ -431,29 +514,47 @@ def _attend(
             mbarrier.init(full_v.index(stage), count=1)
             mbarrier.init(free_k.index(stage), count=N)
             mbarrier.init(free_v.index(stage), count=N)
+        if AHEAD:
+            full_q = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+            free_q = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+            for buffer in gl.static_range(2):
+                mbarrier.init(full_q.index(buffer), count=1)
+                mbarrier.init(free_q.index(buffer), count=N)
         fence_async_shared()
+        turn_ring = (full_q, free_q)
         ring = (k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v)
         query = (q, turns, raw, turned, q0, nq, q_stride, head)
         to = (out, out_stride, part, stat, slot, kv_heads)
         walk = (tiles, begin, end, seen, index0)
         fetch = (desc, turn_desc, ring, tiles, pages, begin, end, head * 2 * D)
-        rows = (query, to, walk, ring, scale_log2)
+        rows = (query, to, walk, ring, turn_ring, scale_log2)
         # (Constants stay constants only where they are written inside the call.)
         if N == 1:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
                 ],
                 [1],
                 [24],
             )
+        elif AHEAD:
+            gl.warp_specialize(
+                [
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
+                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
+                    (_turn_ahead, (query, walk, turn_ring, N, D)),
+                ],
+                [4, 1, 2],
+                [REGISTERS, 24, 504 - 2 * REGISTERS],  # of 65536: 504 for one thread of each warpgroup
+            )
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
-                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
+                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
                 ],
                 [4, 1],
                 [REGISTERS, 24],
@@ -467,12 +568,16 @@ class Launch:
     Attributes:
         stages: tiles of keys and of values that are in flight.
         raw: turn the query from shared memory (whole-head NeoX rotations only).
+        ahead: and one segment ahead, by warps of their own (two consumers only).
+        chunk: slices of a row that are merged at once.
         max_registers: of a thread at start: 65536 / threads of all blocks of an SM. The producer gives its share away.
         registers: of the second consumer.
     """
 
     stages: int
     raw: bool = False
+    ahead: bool = False
+    chunk: int = 16
     max_registers: int = 168
     registers: int = 240
 
@@ -514,14 +619,18 @@ def attend(
             f"the Hopper kernel needs 16-bit tensors, heads of {HEAD_SIZES} and tokens whose heads lie side by side; "
             f"got {query.dtype}, {kv_cache.dtype}, heads of {head_size}, strides {kv_cache.stride()}"
         )
-    if tiling.block_m not in (64, 128) or (launch.raw and (rotary_dim < head_size or not neox)):
+    if (
+        tiling.block_m not in (64, 128)
+        or (launch.raw and (rotary_dim < head_size or not neox))
+        or (launch.ahead and not (launch.raw and tiling.block_m == 128))
+    ):
         raise ValueError(
             f"{launch} cannot run query tiles of {tiling.block_m} rows with {rotary_dim} turned dimensions"
         )
     cache = describe_cache(kv_cache)
     _attend[(kv_heads, len(plan.work))](
         cache,
-        describe_turns(turns) if launch.raw else cache,
+        describe_turns(turns) if launch.raw and not launch.ahead else cache,
         query,
         output,
         workspace.part,
@@ -538,7 +647,7 @@ def attend(
         num_warps=4,
         maxnreg=launch.max_registers,
     )
-    merge(output, plan, workspace, kv_heads, early=True)
+    merge(output, plan, workspace, kv_heads, chunk=launch.chunk, early=True)
     return output
 
 
@@ -568,5 +677,6 @@ def constants(tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launc
         "NEOX": neox,
         "STAGES": launch.stages,
         "RAW": launch.raw,
+        "AHEAD": launch.ahead,
         "REGISTERS": launch.registers,
     }

@@ -24,9 +24,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from lazyrag.kernels.plan import DevicePlan
 
-CHUNK = 16
-"""Slices of a row that are in flight at once."""
-
 
 @triton.jit
 def _merge(
@@ -91,7 +88,9 @@ class Workspace:
         self.stat = torch.empty(slots, kv_heads, 2, block_m, device=device)
 
 
-def merge(out: Tensor, plan: DevicePlan, workspace: Workspace, kv_heads: int, *, early: bool = False) -> None:
+def merge(
+    out: Tensor, plan: DevicePlan, workspace: Workspace, kv_heads: int, *, chunk: int = 16, early: bool = False
+) -> None:
     """Finish the query tiles that the plan cut.
 
     Args:
@@ -99,6 +98,7 @@ def merge(out: Tensor, plan: DevicePlan, workspace: Workspace, kv_heads: int, *,
         plan: that the attention kernel ran.
         workspace: that it wrote to.
         kv_heads: heads of the keys.
+        chunk: slices of a row that are in flight at once. Many are soonest there, few let an SM hold more rows.
         early: the attention kernel allows its successor to start before it has ended (sm_90).
     """
     if not plan.num_slots:
@@ -119,7 +119,7 @@ def merge(out: Tensor, plan: DevicePlan, workspace: Workspace, kv_heads: int, *,
         D=head_size,
         BD=width,
         ROWS=rows,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         PDL=early,
         num_warps=4,
         **launch,

@@ -63,7 +63,7 @@ def hopper_variants() -> list[tuple[str, str]]:
 
 @HOPPER
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("shape", "name"), hopper_variants(), ids="-".join)
+@pytest.mark.parametrize(("shape", "name"), hopper_variants())
 def test_a_hopper_variant_is_exact(shape: str, name: str, batch: str) -> None:
     model = SHAPES[shape]
     gpu = dispatch.Gpu.of(torch.device("cuda", 0))

@@ -6,8 +6,8 @@ and all that is computed of them, are real. Between any two events the next one 
 of a warpgroup, or the end of a TMA box that is on its way.
 
 A race is a box that lands, or a store, where a product that was begun is still reading; or a product that begins where
-another tile lies than it wants, or one that has not landed. What is not modelled: fences between proxies, and whatever
-the compiler reorders.
+another tile lies than it wants, or one that has not landed; or one of a query that has been turned by another line, or
+in part. What is not modelled: fences between proxies, and whatever the compiler reorders.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Inert:
         return False
 
     def _with(self, other: Any) -> Inert:
-        return INERT
+        return other if isinstance(other, Turned) else INERT
 
     def __neg__(self) -> Inert:
         return self
@@ -59,8 +59,29 @@ class Inert:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
 for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Inert, f"__{_name}__", Inert._with)
+    setattr(Inert, f"__{_name}__", lambda self, other: self._with(other))
 INERT = Inert()
+
+
+@dataclass(frozen=True, eq=False)
+class Turned(Inert):
+    """A line of the table of rotations, and what was turned by it."""
+
+    line: int
+
+    def _with(self, other: Any) -> Inert:
+        return self
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A pointer into that table, whose lines have `width` numbers."""
+
+    width: int
+    offset: int = 0
+
+    def __add__(self, other: Any) -> Any:
+        return Turns(self.width, self.offset + other) if isinstance(other, int) else Turned(self.offset // self.width)
 
 
 class Product(Inert):
@@ -72,8 +93,6 @@ class Product(Inert):
         if not self.done:
             raise Race("a product is used before it is done")
         return INERT
-
-    __mul__ = __truediv__ = _with
 
 
 @dataclass(frozen=True)
@@ -95,12 +114,18 @@ class Description:
 
 @dataclass(eq=False)
 class Memory:
-    """Shared memory: `shape[0]` boxes. `content`: of each box, the coordinates that TMA brought it from."""
+    """Shared memory: `shape[0]` boxes.
+
+    Attributes:
+        content: of each box, the coordinates that TMA brought it from.
+        stored: of each cell of a box, what threads stored there.
+    """
 
     shape: Sequence[int]
     machine: Machine
     dtype: Inert = INERT
     content: dict[int, Any] = field(default_factory=dict)
+    stored: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def index(self, i: int) -> View:
         assert 0 <= i < self.shape[0], "outside of shared memory"
@@ -109,10 +134,12 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Some boxes of a buffer."""
+    """Some boxes of a buffer, or a rectangle of each."""
 
     memory: Memory
     boxes: range
+    rows: range | None = None
+    columns: range | None = None
 
     dtype = INERT
 
@@ -120,19 +147,32 @@ class View:
     def places(self) -> set[tuple[int, int]]:
         return {(id(self.memory), box) for box in self.boxes}
 
-    def slice(self, *args: Any) -> View:
-        return self
+    @property
+    def cells(self) -> set[tuple[int, int, int]]:
+        """Of 8 rows and 32 columns."""
+        rows, columns = self._rectangle()
+        return {(box, row, column) for box in self.boxes for row in rows[::8] for column in columns[::32]}
+
+    def _rectangle(self) -> tuple[range, range]:
+        rows, columns = self.memory.shape[-2:]
+        return self.rows or range(rows), self.columns or range(columns)
+
+    def slice(self, start: int, length: int, dim: int) -> View:
+        rows, columns = self._rectangle()
+        part = slice(start, start + length)
+        return View(self.memory, self.boxes, *((rows[part], columns) if dim == 0 else (rows, columns[part])))
 
     def permute(self, order: Any) -> View:
         return self
 
     def load(self, layout: Any) -> Inert:
-        self.memory.machine.read(self)
-        return INERT
+        brought = self.memory.machine.read(self)
+        return Turned(brought[0][0]) if brought else INERT  # TMA brings lines, but for what products read
 
     def store(self, value: Any) -> None:
         self.memory.machine.step()
         self.memory.machine.check_not_read(self)
+        self.memory.stored.update(dict.fromkeys(self.cells, value))
 
 
 @dataclass
@@ -156,14 +196,15 @@ class Actor:
     Attributes:
         may_go: whether what it waits for has happened.
         products: that are under way, and the places that each of them reads.
-        seen: where TMA had brought from what it has read, in order.
+        seen: what its products have read, in order: the line that a query was turned by, and from where TMA had brought
+            keys and values.
     """
 
     run: Callable[[], None]
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     may_go: Callable[[], bool] = lambda: True
     products: list[tuple[Product, set[tuple[int, int]]]] = field(default_factory=list)
-    seen: list[list[tuple[int, ...]]] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
     done: bool = False
 
 
@@ -206,19 +247,26 @@ class Machine:
         size = desc.item_bytes * prod(target.memory.shape[1:])
         self._flying.append((target, tuple(coordinates), self._barrier(barrier), size))
 
-    def read(self, view: View) -> None:
-        """At once. Only what TMA brings is looked at."""
+    def read(self, view: View) -> list[tuple[int, ...]]:
+        """At once: from where TMA brought what lies there; nothing if threads stored it."""
         self.step()
         found = [view.memory.content[box] for box in view.boxes if box in view.memory.content]
         if None in found:
             raise Race("read before it has landed")
-        if self._actor is not None and found:
-            self._actor.seen.append(found)
+        if not found and not view.cells <= view.memory.stored.keys():
+            raise Race("read before it has been stored")
+        return found
 
     def multiply(self, a: Any, b: View, acc: Any, use_acc: bool = True, is_async: bool = False) -> Inert:
-        self.read(b)
+        brought = self.read(b)
         assert is_async
         assert self._actor is not None
+        if isinstance(a, View):
+            lines = {a.memory.stored[cell].line if cell in a.memory.stored else None for cell in a.cells}
+            if len(lines) > 1:
+                raise Race("a query is turned in part")
+            self._actor.seen += lines
+        self._actor.seen.append(brought)
         product = Product()
         self._actor.products.append((product, b.places | (a.places if isinstance(a, View) else set())))
         return product
@@ -318,6 +366,7 @@ class Sizes:
     stages: int
     raw: bool
     block_m: int
+    ahead: bool = False
     tile: int = 64
     page: int = 32
     head_size: int = 128
@@ -332,7 +381,9 @@ def gluon(machine: Machine) -> SimpleNamespace:
         return lambda *args, **_: one(*args) if all(isinstance(x, int) for x in args) else INERT
 
     def load(pointer: Any, **_: Any) -> Any:
-        return pointer.table[pointer.offset] if isinstance(pointer, Pointer) else INERT
+        if isinstance(pointer, Pointer):
+            return pointer.table[pointer.offset]
+        return pointer if isinstance(pointer, Turned) else INERT
 
     names = ("arange", "zeros", "full", "max", "min", "sum", "exp2", "convert_layout", "store", "float32", "int64")
     layouts = ("NVMMASharedLayout", "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout")
@@ -390,7 +441,7 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.wait_for_products,
         **dict.fromkeys(("fence_async_shared", "gdc_launch_dependents"), INERT),
-        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX")},
+        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX", "TURN_ROWS")},
     }
     for name, value in vars(hopper).items():
         if hasattr(value, "fn"):
@@ -406,7 +457,8 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
     environment["_attend"](
         Description(2),
         Description(4),
-        *(INERT,) * 5,
+        *(INERT,) * 4,
+        Turns(sizes.head_size),
         Pointer(work),
         Pointer(tiles),
         Pointer(pages),
@@ -420,20 +472,20 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         NEOX=True,
         STAGES=sizes.stages,
         RAW=sizes.raw,
+        AHEAD=sizes.ahead,
         REGISTERS=240,
     )
-    # What a consumer reads: the keys of a tile, and the values of the one before; if RAW, first the line of its turn.
-    expected: list[list[tuple[int, ...]]] = []
+    # What a consumer multiplies: its query with the keys of a tile, and then with the values of the one before.
+    expected: list[Any] = []
     for i in range(sizes.begin, end + 1):
         for kind, number in ((0, i), (1, i - 1)):
             if not sizes.begin <= number < end:
                 continue
-            if sizes.raw and kind == 0 and (i == sizes.begin or lines[i] != lines[i - 1]):
-                expected += [[(lines[i], 0)]] * 2  # cosines, sines
+            if kind == 0:
+                expected.append(lines[i])
             first = kind * sizes.head_size
             expected.append(
                 [(pages[number * per_tile + p], 0, first + c * 64) for c in range(columns) for p in range(per_tile)]
             )
-    *consumers, _ = machine.actors
-    for consumer in consumers:
-        assert consumer.seen == expected, "a product has read another tile"
+    for consumer in machine.actors[: sizes.block_m // 64]:
+        assert consumer.seen == expected, "a product has read another tile, or a query of another turn"

@@ -10,7 +10,9 @@ from lazyrag.kernels.dispatch import variants
 
 SCHEDULES = 25
 SHAPES = {
-    f"{name}-{variant.name}": Sizes(variant.launch.stages, variant.launch.raw, variant.tiling.block_m)
+    f"{name}-{variant.name}": Sizes(
+        variant.launch.stages, variant.launch.raw, variant.tiling.block_m, variant.launch.ahead
+    )
     for name, shape in (("llama", LLAMA_8B), ("gptj", GPT_J))
     for variant in variants(shape, H200).values()
 }
@@ -24,6 +26,7 @@ def test_every_tile_is_read_as_it_was_meant_to_be(sizes: Sizes) -> None:
 @pytest.mark.parametrize("num_tiles", [1, 2, 3, 4])
 def test_slices_that_do_not_fill_the_ring(num_tiles: int) -> None:
     explore(Sizes(3, True, 128, num_tiles=num_tiles), 5)
+    explore(Sizes(2, True, 128, ahead=True, num_tiles=num_tiles), 5)
 
 
 FAULTS = {
@@ -35,7 +38,7 @@ FAULTS = {
     "scores are used before they are there": ("_consume", "wait(1, deps=[s])", "wait(2, deps=[s])"),
     "values are read from another entry": ("_start_values", "values.index(stage)", "values.index(0)"),
     "values are not waited for": ("_start_values", "mbarrier.wait(full_v.index(stage), (j // STAGES) & 1)", "pass"),
-    "the phase of the keys is another": ("_start_scores", "(j // STAGES) & 1)\n    if line", "0)\n    if line"),
+    "the phase of the keys is another": ("_start_scores", "(j // STAGES) & 1)\n    if not A", "0)\n    if not A"),
     "the producer does not wait": ("_produce", "mbarrier.wait(free_v.index(stage), free)", "pass"),
     "the producer waits for a phase that never comes": ("_produce", "((j // STAGES) & 1) ^ 1", "(j // STAGES) & 1"),
     "one consumer frees for both": ("_attend", "mbarrier.init(free_k.index(stage), count=N)",
@@ -44,7 +47,27 @@ FAULTS = {
 }  # fmt: skip
 
 
+FAULTS_AHEAD = {
+    "turns do not wait for a free buffer": ("_turn_ahead", "mbarrier.wait(free_q.index(turn % 2)", "(lambda *_: 0)(0"),
+    "turns are not waited for": ("_next_turn", "mbarrier.wait(full_q.index((turn + 1) % 2)", "(lambda *_: 0)(0"),
+    "the other turn is read": ("_start_scores", "turn % 2 * N + FIRST", "(turn + 1) % 2 * N + FIRST"),
+    "one consumer leaves for both": ("_attend", "mbarrier.init(free_q.index(buffer), count=N)",
+                                     "mbarrier.init(free_q.index(buffer), count=1)"),
+    "turns begin before the query is there": (
+        "_turn_ahead", "mbarrier.wait(free_q.index(turn % 2)", "turn == 1 or mbarrier.wait(free_q.index(turn % 2)"
+    ),
+    "half of a turn is announced": ("_turn_ahead", "for n in range(N)", "for n in range(1)"),
+    "the phase of the turns is another": ("_turn_ahead", "((turn - 1) // 2) & 1", "(turn // 2) & 1"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_found(change: tuple[str, str, str]) -> None:
     with pytest.raises(AssertionError):
         explore(Sizes(2, True, 128), SCHEDULES, change)
+
+
+@pytest.mark.parametrize("change", FAULTS_AHEAD.values(), ids=FAULTS_AHEAD)
+def test_a_fault_of_turns_ahead_is_found(change: tuple[str, str, str]) -> None:
+    with pytest.raises(AssertionError):
+        explore(Sizes(2, True, 128, ahead=True), SCHEDULES, change)

@@ -88,6 +88,12 @@ def engine(model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
     engine.close()
 
 
+@pytest.fixture(autouse=True)
+def loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on disk is loaded, however slow that is here; one test has speeds of its own."""
+    monkeypatch.setattr(engine.connector.speeds, "is_loading_faster", lambda *args, **kwargs: True)
+
+
 @pytest.fixture
 def parts(request: pytest.FixtureRequest) -> Any:
     """New chunks for each test: a factory of prompts, by the numbers of the chunks."""

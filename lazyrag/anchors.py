@@ -25,11 +25,13 @@ share it, and a later save writes only what is new. With 1,000,000 chunks all of
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import combinations, islice
 from pathlib import Path
@@ -62,6 +64,8 @@ least so many times the chunks of the next one while chunks are added,"""
 SETTLED = 32
 """and so many when they have been: of a million, two or three runs are left."""
 MANIFEST = "manifest.json"
+LOCK = "lock"
+"""Held by whoever saves into the folder."""
 FEW = 1024
 """So many proposals are made without a look at what they cost."""
 MAX_SHARED = 64
@@ -142,19 +146,18 @@ class AnchorIndex:
     def compare(self, chunk_ids: Iterable[ChunkId]) -> tuple[list[ChunkId], list[ChunkId]]:
         """Which of these chunks are not indexed, and which others are. The ids are read once, a part at a time."""
         runs, lacking = self._runs, []
-        heads = [np.zeros(0, np.uint64)]
+        parts = [np.zeros((2, 0), np.uint64)]
         ids = iter(chunk_ids)
         while part := list(islice(ids, PART)):
-            some = _halves(part)[0]
+            some = _halves(part)
             indexed = np.any([run.find(some) >= 0 for run in runs], axis=0) if runs else np.zeros(len(part), bool)
             lacking += [part[i] for i in np.flatnonzero(~indexed)]
-            heads.append(some)
-        given = np.sort(np.concatenate(heads))
+            parts.append(some)
+        given = np.concatenate(parts, axis=1)
+        given = given[:, np.argsort(given[0])]
         others = []
         for run in runs:
-            at = np.searchsorted(given, run.halves[0])
-            among = given.take(at, mode="clip") == run.halves[0] if len(given) else np.zeros(len(at), bool)
-            others += _ids(run.halves[:, run.alive & ~among])
+            others += _ids(run.halves[:, run.alive & (_places(given, run.halves) < 0)])
         return lacking, others
 
     # ---------------------------------------------------------------- changing
@@ -176,9 +179,9 @@ class AnchorIndex:
                     else:
                         texts[chunk_id] = text
                 ids = list(texts)
-                heads = _halves(ids)[0]
+                halves = _halves(ids)
                 for run in self._runs:
-                    for found in np.flatnonzero(run.find(heads) >= 0):
+                    for found in np.flatnonzero(run.find(halves) >= 0):
                         texts.pop(ids[found], None)
                 if texts:
                     self._append(self._run_of(texts))
@@ -187,10 +190,10 @@ class AnchorIndex:
 
     def remove(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Forget chunks; unknown ids are passed over."""
-        heads = _halves(chunk_ids)[0]
+        halves = _halves(chunk_ids)
         with self._lock:
             for run in self._runs:
-                rows = run.find(heads)
+                rows = run.find(halves)
                 run.alive[rows[rows >= 0]] = False
             if any(2 * run.num_living < len(run.alive) for run in self._runs):
                 self._runs = tuple(_stacked((run.living() for run in self._runs if run.num_living), SETTLED))
@@ -273,7 +276,7 @@ class AnchorIndex:
         start, end, whole, halves = start[proposed], end[proposed], whole[proposed], hits.halves[:, proposed]
         unproposed = hits.left_out
         if len(start) > min(MAX_CUT, MAX_WHOLE) or int((end - start).sum()) > MAX_BYTES:
-            order = np.argsort(hits.cost[proposed], kind="stable")
+            order = np.lexsort((start - end, ~whole, hits.cost[proposed]))  # of equal cost, the longest first
             kept = sorted(_chosen(start, end, whole, halves[0], order, num_bytes=len(data)))
             passed_over = np.ones(len(start), bool)
             passed_over[kept] = False
@@ -286,29 +289,39 @@ class AnchorIndex:
     # ---------------------------------------------------------------- files
 
     def save(self, folder: str | Path) -> None:
-        """Write the index into a folder. At any moment the folder holds the old index or the new one, whole."""
+        """Write the index into a folder. At any moment the folder holds the old index or the new one, whole.
+
+        Of several that are saved into one folder at once, by any processes, each waits for the one before; the last
+        one stays.
+
+        Raises:
+            OSError: the folder cannot be written. It holds what it did.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with self._lock:
-            for run in self._runs:
-                if not run.name or not (folder / run.name).exists():
-                    run.name = _save(folder, "run", run.data)
-            alive = np.concatenate([run.alive for run in self._runs] or [np.zeros(0, bool)])
-            files = {
-                "runs": [run.name for run in self._runs],
-                "alive": _save(folder, "alive", np.packbits(alive)),
-                "counts": _save(folder, "counts", self._counts),
-            }
-            self._runs = tuple(run.mapped(folder) for run in self._runs)
-        _write(folder / MANIFEST, json.dumps({**self._format(), "files": files}, indent=1).encode())
-        kept = {*files["runs"], files["alive"], files["counts"]}
-        for path in folder.glob("*.bin"):
-            if path.name not in kept:
+        with _alone_in(folder):
+            for path in folder.glob("*.tmp"):  # of a save that died
                 path.unlink(missing_ok=True)
+            with self._lock:
+                for run in self._runs:
+                    if not run.name or not (folder / run.name).exists():
+                        run.name = _save(folder, "run", run.data)
+                alive = np.concatenate([run.alive for run in self._runs] or [np.zeros(0, bool)])
+                files = {
+                    "runs": [run.name for run in self._runs],
+                    "alive": _save(folder, "alive", np.packbits(alive)),
+                    "counts": _save(folder, "counts", self._counts),
+                }
+                self._runs = tuple(run.mapped(folder) for run in self._runs)
+            _write(folder / MANIFEST, json.dumps({**self._format(), "files": files}, indent=1).encode())
+            kept = {*files["runs"], files["alive"], files["counts"]}
+            for path in folder.glob("*.bin"):
+                if path.name not in kept:
+                    path.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, folder: str | Path, *, secret: bytes) -> AnchorIndex:
-        """Read what `save` wrote.
+        """Read what `save` wrote, also while another one is saved.
 
         Raises:
             StoreError: there is none, or it is damaged, of another version or made with another secret. It can always
@@ -317,25 +330,35 @@ class AnchorIndex:
         folder = Path(folder)
         index = cls(secret=secret)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            files = manifest.pop("files")
-            if manifest != index._format():
-                raise ValueError("it has another format version or another secret")
-            data = [_map(folder / name) for name in files["runs"]]
-            alive, counts = (_map(folder / files[name]) for name in ("alive", "counts"))
-            sizes = [len(array) // _Run.BYTES for array in data]
-            if len(counts) != len(index._counts) or len(alive) != (sum(sizes) + 7) // 8:
-                raise ValueError("its arrays have another shape")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            manifest = (folder / MANIFEST).read_bytes()
+            while True:
+                try:
+                    index._read(folder, manifest)
+                    return index
+                except FileNotFoundError:
+                    before, manifest = manifest, (folder / MANIFEST).read_bytes()
+                    if manifest == before:
+                        raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"The chunk index in {folder} cannot be used:", why=f"{error}.") from error
-        index._counts = counts.copy()
-        index._num_counted = int(counts.sum(dtype=np.int64))
+
+    def _read(self, folder: Path, manifest: bytes) -> None:
+        content = json.loads(manifest)
+        files = content.pop("files")
+        if content != self._format():
+            raise ValueError("it has another format version or another secret")
+        data = [_map(folder / name) for name in files["runs"]]
+        alive, counts = (_map(folder / files[name]) for name in ("alive", "counts"))
+        sizes = [len(array) // _Run.BYTES for array in data]
+        if len(counts) != len(self._counts) or len(alive) != (sum(sizes) + 7) // 8:
+            raise ValueError("its arrays have another shape")
+        self._counts = counts.copy()
+        self._num_counted = int(counts.sum(dtype=np.int64))
         living = np.split(np.unpackbits(alive).astype(bool)[: sum(sizes)], np.cumsum(sizes)[:-1])
-        index._runs = tuple(map(_Run, data, living, files["runs"]))
-        index._filter = _Filter(sum(sizes))
-        for run in index._runs:
-            index._filter.add(run.anchors)
-        return index
+        self._runs = tuple(map(_Run, data, living, files["runs"]))
+        self._filter = _Filter(sum(sizes))
+        for run in self._runs:
+            self._filter.add(run.anchors)
 
     def _format(self) -> dict[str, Any]:
         secret = blake2b(self._secret, digest_size=16, person=b"lazyrag-anchors").hexdigest()
@@ -346,9 +369,7 @@ class _Run:
     """Chunks, by their ids and by their anchors, in one piece of memory. Only `alive` changes, from True to False.
 
     `halves` are the ids' first and last 8 bytes, [2, n], in the order of the first; `entries` and `alive` are what
-    belongs to each. `anchors` are the hashes of the anchors, ascending, `rows` the entries that they belong to. Chunks
-    that agree in the first 64 bits of BLAKE2b count as one: the second is not indexed, which costs its reuse and
-    nothing else.
+    belongs to each. `anchors` are the hashes of the anchors, ascending, `rows` the entries that they belong to.
 
     Args:
         data: [n * BYTES], the arrays one after the other.
@@ -408,10 +429,10 @@ class _Run:
         """The same, read from the file that it was saved in."""
         return _Run(np.memmap(folder / self.name, np.uint8, "r").view(np.ndarray), self.alive, self.name)
 
-    def find(self, heads: U64) -> I64:
-        """For each first half of an id its living entry's row, or -1."""
-        row = np.minimum(np.searchsorted(self.halves[0], heads), len(self.alive) - 1)
-        return np.where((self.halves[0, row] == heads) & self.alive[row], row, -1)
+    def find(self, ids: U64) -> I64:
+        """For each id (`_halves`) its living entry's row, or -1."""
+        row = _places(self.halves, ids)
+        return np.where(self.alive[row], row, -1)
 
     def find_anchors(self, hashes: U32) -> tuple[I64, I64, I64]:
         """Which of the hashes are anchors: indices into `hashes`; the first place in `rows`, and how many, of each."""
@@ -440,7 +461,7 @@ class _Hits(NamedTuple):
     Attributes:
         place: of the anchor in the text.
         halves, entries: the chunk's.
-        crowded: whether too many chunks of its run share that anchor.
+        crowded: whether too many living chunks of its run share that anchor.
         cost: how many pairs there are with that anchor; where a repetition begins or ends, how many such pairs. All 0
             if there are few in all.
         left_out: starts and ends of ranges of the text that may be chunks, whose pairs were too many.
@@ -488,6 +509,7 @@ def _hits(runs: Sequence[_Run], hashes: U32, positions: I64, num_bytes: int) -> 
     living, halves, entries = map(_joined, zip(*columns, strict=True))
     if not living.all():
         pair, halves, entries = pair[living], halves[living], entries[living]
+        number = np.bincount(pair, minlength=len(number))
     return _Hits(positions[found[pair]], halves.T, entries, number[pair] > MAX_SHARED, costs[pair], left_out)
 
 
@@ -671,6 +693,23 @@ def _halves(chunk_ids: Iterable[ChunkId]) -> U64:
         raise InputError("A chunk id is not 32 hexadecimal digits.", fix="Use lazyrag.types.chunk_id.") from error
 
 
+def _places(halves: U64, ids: U64) -> I64:
+    """For each of `ids` its place in `halves`, which ascend in the first half, or -1; both as `_halves` has them."""
+    place = np.searchsorted(halves[0], ids[0])
+    found = np.full(len(place), -1)
+    asked = np.arange(len(place))
+    while True:
+        asked = asked[place[asked] < halves.shape[1]]
+        asked = asked[halves[0, place[asked]] == ids[0, asked]]
+        if not len(asked):
+            return found
+        agree = halves[1, place[asked]] == ids[1, asked]
+        found[asked[agree]] = place[asked[agree]]
+        # Ids that agree in the first half stand side by side. There are two if somebody has made them, hardly more.
+        asked = asked[~agree]
+        place[asked] += 1
+
+
 def _ids(halves: U64) -> list[ChunkId]:
     """The reverse of `_halves`."""
     digits = halves.T.tobytes().hex()
@@ -690,6 +729,17 @@ def _batches(items: Iterable[tuple[ChunkId, str]]) -> Iterator[list[tuple[ChunkI
         yield batch
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until nobody else saves into a folder, and keep it so."""
+    with (folder / LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a child process has inherited the file
+
+
 def _save(folder: Path, kind: str, content: U8) -> str:
     """Write a file that is named by its content, so that the manifest switches all at once; its name."""
     name = f"{kind}-{_digest(content)}.bin"
@@ -698,8 +748,8 @@ def _save(folder: Path, kind: str, content: U8) -> str:
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    with temporary.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -138,12 +138,14 @@ class Library:
         return seen - len(unindexable)
 
     def _save(self, store: Store) -> None:
+        """Keep the index; if that fails, the next change has it tried again."""
         folder = _folder(store, self._namespace)
         try:
             self._index.save(folder)
         except OSError as error:
             logger.warning("The chunk index cannot be kept in %s (%s); starts are slower.", folder, error.strerror)
-        self._unsaved = 0
+        else:
+            self._unsaved = 0
 
     def texts(self, ids: Iterable[ChunkId]) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are known."""

@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,50 @@ def test_removed_chunks_are_not_found_and_may_come_back() -> None:
     assert {id for id, _ in found(index, prompt)} == {chunk_id(text) for text in texts}
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_ids_that_agree_in_their_first_half_are_told_apart(together: bool) -> None:
+    """Two such texts can be made; if one of them hid the other, control tokens in that would come to life."""
+    rng = random.Random(18)
+    texts = {"0123456789abcdef" + f"{n:016x}": words(rng, 40) for n in (3, 1, 2)}
+    texts["f" * 32] = words(rng, 40)
+    ids, prompt = list(texts), " | ".join(texts.values())
+    index = AnchorIndex(secret=SECRET)
+    for items in [texts.items()] if together else [[item] for item in texts.items()]:
+        assert index.add(items) == []
+    assert len(index) == 4
+    assert index.compare(ids) == ([], [])
+    assert index.compare(ids[1:]) == ([], ids[:1])
+    assert {id for id, _ in found(index, prompt)} == texts.keys()
+    index.remove([ids[0], ids[2][:-1] + "9"])
+    assert len(index) == 3
+    assert index.compare(ids) == (ids[:1], [])
+    assert {id for id, _ in found(index, prompt)} == set(ids[1:])
+    index.add(texts.items())
+    assert index.compare(ids) == ([], [])
+    assert len(index) == 4
+
+
+def test_removed_chunks_do_not_crowd_an_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "MAX_SHARED", 5)
+    texts = ["-" * n for n in range(MIN_CHARS + 10, MIN_CHARS + 20)]
+    index = index_of(*texts, *(words(random.Random(n), 30) for n in range(30)))
+    text = "-" * MIN_CHARS
+    assert found(index, text, whole=False) == set()
+    index.remove([chunk_id(text) for text in texts[5:]])
+    assert {id for id, _ in found(index, text, whole=False)} == {chunk_id(text) for text in texts[:5]}
+
+
+def test_of_chunks_that_begin_alike_the_longest_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = words(random.Random(19), 400)
+    beginnings = [text[:size].strip() for size in range(100, 2000, 50)]
+    index = index_of(*beginnings)
+    monkeypatch.setattr(anchors, "MAX_BYTES", len(beginnings[-1]) + 300)
+    rows = index.candidates(f"See: {beginnings[-1]}")
+    assert chunk_id(beginnings[-1]) in rows.chunk_ids
+    assert len(rows.chunk_ids) < len(beginnings)
+    assert rows.unproposed
+
+
 def test_adding_twice_changes_nothing() -> None:
     text = words(random.Random(5), 40)
     index = index_of(text, text)
@@ -278,7 +323,8 @@ def test_saving_again_replaces_the_files(tmp_path: Path) -> None:
     index.add([(chunk_id(text), text) for text in (words(rng, 30),)])
     index.save(tmp_path)
     assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 2
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.glob("*.bin"))) == 3
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".bin"} == {"manifest.json", "lock"}
 
 
 def test_a_large_index_is_not_written_again_for_a_small_change(tmp_path: Path) -> None:
@@ -359,8 +405,77 @@ def test_a_save_that_dies_half_way_leaves_the_old_index(tmp_path: Path, monkeypa
                 path.unlink()
 
 
+def test_two_that_are_saved_into_one_folder_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one takes away the files that the other's manifest is about to name."""
+    rng = random.Random(20)
+    one, other = index_of(words(rng, 30)), index_of(words(rng, 30), words(rng, 30))
+    write = anchors._write
+    later = threading.Thread(target=other.save, args=(tmp_path,))
+
+    def begin_another(path: Path, content: bytes) -> None:
+        if path.name == anchors.MANIFEST and later.ident is None:
+            later.start()
+            later.join(0.2)  # it cannot end: it waits for what is being saved here
+        write(path, content)
+
+    monkeypatch.setattr(anchors, "_write", begin_another)
+    one.save(tmp_path)
+    later.join()
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 2
+    assert len(list(tmp_path.glob("*.bin"))) == 3
+
+
+def test_threads_save_into_one_folder_at_once(tmp_path: Path) -> None:
+    def save(seed: int) -> None:
+        rng = random.Random(seed)
+        index = index_of(words(rng, 30))
+        for _ in range(5):
+            text = words(rng, 30)
+            index.add([(chunk_id(text), text)])
+            index.save(tmp_path)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save, range(3)))
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 6
+
+
+def test_an_index_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(21)
+    index_of(words(rng, 30)).save(tmp_path)
+    new = index_of(words(rng, 30), words(rng, 30))
+    read = anchors._map
+
+    def replaced(path: Path) -> anchors.U8:
+        monkeypatch.setattr(anchors, "_map", read)
+        new.save(tmp_path)
+        return read(path)
+
+    monkeypatch.setattr(anchors, "_map", replaced)
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 2
+
+
+def test_what_a_save_that_died_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(file: int) -> None:
+        raise KeyboardInterrupt
+
+    rng = random.Random(22)
+    with monkeypatch.context() as patched:
+        patched.setattr(anchors.os, "fsync", die)
+        with pytest.raises(KeyboardInterrupt):
+            index_of(words(rng, 30)).save(tmp_path)
+    assert len(list(tmp_path.glob("*.tmp"))) == 1
+    index_of(words(rng, 30)).save(tmp_path)
+    assert list(tmp_path.glob("*.tmp")) == []
+    assert len(AnchorIndex.load(tmp_path, secret=SECRET)) == 1
+
+
 @pytest.mark.parametrize(
-    "damage", ["truncated", "flipped", "empty", "missing", "manifest", "not json", "no files", "version", "shape"]
+    "damage",
+    ["truncated", "flipped", "empty", "missing", "manifest", "not json", "deep", "no files", "version", "shape"],
 )
 def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
     index_of(words(random.Random(11), 30)).save(tmp_path)
@@ -379,6 +494,8 @@ def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
         manifest.unlink()
     elif damage == "not json":
         manifest.write_text("[1", encoding="utf-8")
+    elif damage == "deep":
+        manifest.write_text("[" * 100_000, encoding="utf-8")
     elif damage == "no files":
         manifest.write_text(json.dumps({**content, "files": None}), encoding="utf-8")
     elif damage == "version":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lazyrag import anchors
+from lazyrag import anchors, segmenter, types
 from lazyrag import library as library_module
 from lazyrag.anchors import AnchorIndex
 from lazyrag.library import Library
@@ -94,6 +94,21 @@ def test_registering_again_changes_nothing(plain: Tokenizer) -> None:
     assert library.register([passage(1), passage(1)]) == library.register([passage(1)]) * 2
     assert len(library) == 1
     assert found(library, passage(1)) == [chunk_id(passage(1))]
+
+
+def test_texts_whose_ids_agree_in_the_first_half_are_both_known(
+    plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(text: str | bytes) -> ChunkId:
+        return "0" * 16 + types.digest(text)[16:]
+
+    monkeypatch.setattr(library_module, "chunk_id", digest)
+    monkeypatch.setattr(segmenter, "digest", digest)
+    library = Library(plain)
+    ids = [id for n in (1, 2) for id in library.register([passage(n)])]
+    assert found(library, passage(1), passage(2)) == ids
+    library.forget(ids[:1])
+    assert found(library, passage(1), passage(2)) == ids[1:]
 
 
 def test_tokens_are_those_of_the_text_if_it_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
@@ -316,6 +331,22 @@ def test_a_folder_that_cannot_be_written_costs_time_only(
     library = refreshed(plain, store)
     assert found(library, passage(3)) == [chunk_id(passage(3))]
     assert any("cannot be kept" in warning for warning in warnings())
+
+
+@pytest.mark.usefixtures("keep")
+def test_an_index_that_could_not_be_kept_is_kept_after_the_next_change(
+    plain: Tokenizer, store: Store, indexed: list[str]
+) -> None:
+    in_the_way = store.directory / "anchors"
+    in_the_way.write_text("")
+    put(store, "one", [passage(n) for n in range(5)])
+    library = refreshed(plain, store)
+    in_the_way.unlink()
+    put(store, "two", [passage(5)])
+    library.refresh()
+    indexed.clear()
+    assert len(refreshed(plain, store)) == 6
+    assert indexed == []
 
 
 @pytest.mark.usefixtures("keep")

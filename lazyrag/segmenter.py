@@ -27,7 +27,10 @@ CUT_LOSS = 64
 SHORTEST_HINT = 16
 """Characters; a shorter text is not worth a piece of its own."""
 MAX_SHORTER = 4
-
+MAX_HINTED = 1 << 22
+"""Characters of hinted texts that are compared, over all hints; what lies beyond is known without a look."""
+PLACE_COST = 256
+"""Characters; about as many are compared in the time that one place takes."""
 
 _Span: TypeAlias = tuple[int, int, bool, ChunkId]
 """An occurrence as long as there are many: start, end, whether it is whole, chunk."""
@@ -39,7 +42,7 @@ class Found(NamedTuple):
     Attributes:
         occurrences: see `Segmenter.find`.
         spans: all that was verified, chosen as an occurrence or not.
-        unproposed: see `Candidates`.
+        unproposed: see `Candidates`; what hinted texts there was no time to look at, too.
     """
 
     occurrences: list[Occurrence]
@@ -90,12 +93,16 @@ class Segmenter:
             else:
                 doubtful.append((id, start))
         texts = self._get_text([id for id, _ in doubtful]) if doubtful else {}
-        if hinted:
-            texts = {**texts, **hinted}
-            doubtful = list(dict.fromkeys(chain(doubtful, _hinted_places(text, hinted))))
         in_order = sorted(whole) if doubtful and not hinted else []
         starts = [span[0] for span in in_order]
         cut: list[_Span] = []
+        passed_over = proposed.unproposed
+        if hinted:
+            texts = {**texts, **hinted}
+            spans, unseen = _hinted_spans(text, hinted)
+            whole += [span for span in spans if span[2]]
+            cut += [span for span in spans if not span[2]]
+            passed_over = passed_over + unseen
         for id, start in doubtful:
             chunk = texts.get(id, "")
             i = bisect_right(starts, start) - 1
@@ -112,7 +119,7 @@ class Segmenter:
                 cut.append((start, start + shown, False, id))
         chosen = _schedule(dict.fromkeys([*whole, *_with_shorter(cut, whole)]) if hinted or cut else whole)
         occurrences = [Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen]
-        return Found(occurrences, whole + cut, proposed.unproposed)
+        return Found(occurrences, whole + cut, passed_over)
 
     def texts(self, ids: Iterable[ChunkId], hints: Iterable[str] = ()) -> Mapping[ChunkId, str]:
         """The canonical texts of those chunks that are registered or hinted at."""
@@ -126,15 +133,32 @@ def _by_id(hints: Iterable[str]) -> dict[ChunkId, str]:
     return {chunk_id(text): text for text in texts if len(text) >= SHORTEST_HINT}
 
 
-def _hinted_places(text: str, hinted: Mapping[ChunkId, str]) -> Iterator[tuple[ChunkId, int]]:
-    """Where a hinted text begins, whole or cut."""
-    for id, chunk in hinted.items():
-        for part in {chunk, chunk[: CUT_LOSS + 1]}:
-            start, number = text.find(part), 1
-            while start >= 0:
-                yield id, start
-                start = text.find(part, start + (1 if number < MAX_PLACES else len(chunk)))
-                number += 1
+def _hinted_spans(text: str, hinted: Mapping[ChunkId, str]) -> tuple[list[_Span], list[tuple[int, int]]]:
+    """Where hinted texts stand, whole or cut, and ranges that may be theirs, which there was no time to look at.
+
+    Together they hold all that is a hinted text's. Each hint has its share of the time, and what others left of
+    theirs; its first place is always looked at.
+    """
+    # Whole texts first, side by side where they overlap themselves: these are worth most. Then wherever one begins.
+    parts = [(id, chunk, chunk, len(chunk)) for id, chunk in hinted.items()]
+    parts += [(id, chunk, chunk[: CUT_LOSS + 1], 1) for id, chunk in hinted.items()]
+    spans: dict[_Span, None] = {}
+    unseen: list[tuple[int, int]] = []
+    left = MAX_HINTED
+    for i, (id, chunk, part, step) in enumerate(parts):
+        share = left // (len(parts) - i)
+        left -= share
+        start, number = text.find(part), 1
+        while start >= 0 and share > 0:
+            shown = _num_shared(text, start, chunk)
+            spans[start, start + shown, shown == len(chunk), id] = None
+            share -= PLACE_COST + shown
+            start = text.find(part, start + (1 if number < MAX_PLACES else step))
+            number += 1
+        left += max(share, 0)
+        if start >= 0 and i >= len(hinted):
+            unseen.append((start, min(text.rfind(part) + len(chunk), len(text))))
+    return list(spans), unseen
 
 
 def _is_apart(spans: Sequence[_Span], i: int) -> bool:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import lazyrag.segmenter as segmenter_module
 from lazyrag.anchors import MIN_CHARS, AnchorIndex
-from lazyrag.segmenter import CUT_LOSS, Segmenter, _num_shared, _schedule, _Span
+from lazyrag.segmenter import CUT_LOSS, MAX_HINTED, PLACE_COST, Segmenter, _num_shared, _schedule, _Span
 from lazyrag.types import Occurrence, canonical, chunk_id
 
 MakeSegmenter = Callable[..., Segmenter]
@@ -164,6 +165,68 @@ def test_chunks_made_to_match_everywhere_take_few_comparisons(
     check(make_segmenter([*chunks, ordinary]), text, occurrences)
     assert Occurrence(chunk_id(ordinary), 20_000, 20_200) in occurrences
     assert len(calls) < 12_000  # there are 800,000 places
+
+
+def cover_of(text: str, chunks: Iterable[str], cut_loss: int) -> set[int]:
+    """The places of all that is a chunk's text, whole or cut to more than `cut_loss`; found the slow way."""
+    cover = set[int]()
+    for chunk in chunks:
+        for start in range(len(text)):
+            shown = next((i for i, c in enumerate(chunk) if text[start + i : start + i + 1] != c), len(chunk))
+            if shown == len(chunk) or shown > cut_loss:
+                cover.update(range(start, start + shown))
+    return cover
+
+
+REPETITIVE = st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(1, 8), st.text("ab", max_size=6)).map(
+    lambda parts: parts[0] * parts[1] + parts[2]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    chunks=st.lists(REPETITIVE, min_size=1, max_size=4),
+    parts=st.lists(st.integers(0, 3) | REPETITIVE | st.just("."), max_size=8),
+    work=st.sampled_from([1, 30, 200, 1 << 22]),
+)
+def test_all_that_is_a_hinted_text_is_known_however_it_repeats_itself(
+    chunks: list[str], parts: list[int | str], work: int, make_segmenter: MakeSegmenter
+) -> None:
+    """And if there is time to look at it, nothing else."""
+    text = "".join(chunks[part % len(chunks)] if isinstance(part, int) else part for part in parts)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CUT_LOSS": 4, "SHORTEST_HINT": 1, "MAX_PLACES": 2, "PLACE_COST": 4}.items():
+            patch.setattr(segmenter_module, name, value)
+        patch.setattr(segmenter_module, "MAX_HINTED", work)
+        known = make_segmenter([]).search(text, chunks).known
+    known_places = {place for start, end in known for place in range(start, end)}
+    cover = cover_of(text, chunks, cut_loss=4)
+    assert cover <= known_places
+    if work > 1000:
+        assert cover == known_places
+
+
+def test_many_hints_that_repeat_themselves_take_the_time_of_one(
+    make_segmenter: MakeSegmenter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+
+    def counted(text: str, start: int, chunk: str) -> int:
+        compared.append(_num_shared(text, start, chunk))
+        return compared[-1]
+
+    monkeypatch.setattr(segmenter_module, "_num_shared", counted)
+    text = "a" * 20_000
+    ordinary = text_of(random.Random(0), 200)
+    hints = ["a" * (16 + n) + "b" * (n % 2) for n in range(200)]
+    found = make_segmenter([]).search(f"{text}{ordinary}{text} Go on.", [*hints, ordinary])
+    assert Occurrence(chunk_id(ordinary), 20_000, 20_200) in found.occurrences
+    assert {place for start, end in found.known for place in range(start, end)} >= set(range(40_200))
+    assert sum(compared) + PLACE_COST * len(compared) < 1.1 * MAX_HINTED
+    long = ["a" * (10_000 + n) for n in range(200)]
+    compared.clear()
+    assert make_segmenter([]).search(text, long).known
+    assert sum(compared) < MAX_HINTED + sum(2 * len(hint) for hint in long)
 
 
 def test_what_lost_to_an_overlapping_chunk_is_known(make_segmenter: MakeSegmenter) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 from lazyrag.anchors import MAX_PLACES, AnchorIndex
@@ -103,6 +103,7 @@ class Segmenter:
             whole += [span for span in spans if span[2]]
             cut += [span for span in spans if not span[2]]
             passed_over = passed_over + unseen
+        inside: list[tuple[ChunkId, int, _Span]] = []
         for id, start in doubtful:
             chunk = texts.get(id, "")
             i = bisect_right(starts, start) - 1
@@ -111,12 +112,16 @@ class Segmenter:
                 and not text.startswith(chunk[: max(0, in_order[i][1] - start) + 1], start)
                 and _is_apart(in_order, i)
             ):
-                continue  # it ends inside a whole chunk: it would not be chosen, and adds nothing to what is known
+                # It ends inside a whole chunk: it adds nothing to what is known, and is chosen only if that one is not.
+                inside.append((id, start, in_order[i]))
+                continue
             shown = _num_shared(text, start, chunk)
             if shown and shown == len(chunk):
                 whole.append((start, start + shown, True, id))
             elif shown > CUT_LOSS:
                 cut.append((start, start + shown, False, id))
+        if cut and inside:
+            cut += _in_overlapped(text, cut, inside, texts)
         chosen = _schedule(dict.fromkeys([*whole, *_with_shorter(cut, whole)]) if hinted or cut else whole)
         occurrences = [Occurrence(id, start, end, is_whole) for start, end, is_whole, id in chosen]
         return Found(occurrences, whole + cut, passed_over)
@@ -165,6 +170,20 @@ def _is_apart(spans: Sequence[_Span], i: int) -> bool:
     """Whether one of them, in order, overlaps neither the one before nor the one after."""
     start, end, *_ = spans[i]
     return (i == 0 or spans[i - 1][1] <= start) and (i + 1 == len(spans) or end <= spans[i + 1][0])
+
+
+def _in_overlapped(
+    text: str, cut: Sequence[_Span], inside: Iterable[tuple[ChunkId, int, _Span]], texts: Mapping[ChunkId, str]
+) -> Iterator[_Span]:
+    """Of cut chunks that end inside a whole one, those where a cut one that does not overlaps the whole one."""
+    in_order = sorted(cut)
+    reached = list(accumulate((span[1] for span in in_order), max))
+    for id, start, (whole_start, whole_end, *_) in inside:
+        number = bisect_left(in_order, (whole_end,))
+        if number and reached[number - 1] > whole_start:
+            shown = _num_shared(text, start, texts.get(id, ""))
+            if shown > CUT_LOSS:
+                yield start, start + shown, False, id
 
 
 def _num_shared(text: str, start: int, chunk: str) -> int:

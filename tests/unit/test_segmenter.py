@@ -281,6 +281,42 @@ def test_a_cut_chunk_gives_way_where_the_next_one_starts(make_segmenter: MakeSeg
     ]
 
 
+def test_cut_chunks_inside_a_whole_one_are_chosen_where_it_is_not(make_segmenter: MakeSegmenter) -> None:
+    rng = random.Random(19)
+    a, b, c, d = (text_of(rng, length) for length in (1000, 200, 600, 900))
+    before, whole, inside, after = a + b + "¤" + d, b + c + d[:50], c + "¤" + a, d + "¤" + a
+    segmenter = make_segmenter([before, whole, inside, after])
+    assert segmenter.find(a + b + c + d[:50] + "####") == [
+        Occurrence(chunk_id(before), 0, 1200, whole=False),
+        Occurrence(chunk_id(inside), 1200, 1800, whole=False),
+    ]
+    assert segmenter.find(b + c + d) == [
+        Occurrence(chunk_id(inside), 200, 800, whole=False),
+        Occurrence(chunk_id(after), 800, 1700, whole=False),
+    ]
+    assert segmenter.find(whole) == [Occurrence(chunk_id(whole), 0, 850)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_what_is_not_compared_would_not_cover_more(seed: int, make_segmenter: MakeSegmenter) -> None:
+    rng = random.Random(seed)
+    text = text_of(rng, 1500)
+    spans = [(rng.randint(0, 1300), rng.randint(100, 800), rng.random() < 0.7) for _ in range(8)]
+    chunks = [text[start : start + length] + text_of(rng, 300) * is_cut for start, length, is_cut in spans]
+    segmenter = make_segmenter([canonical(chunk) for chunk in chunks])
+    found = segmenter.search(text)
+    check(segmenter, text, found.occurrences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segmenter_module, "_is_apart", lambda *_: False)
+        all_compared = segmenter.search(text)
+    assert weight(found.occurrences) >= weight(all_compared.occurrences)
+    known, all_known = (
+        {place for start, end in some.known for place in range(start, end)} for some in (found, all_compared)
+    )
+    assert known == all_known
+
+
 def test_a_chunk_cut_to_very_little_is_not_worth_it(make_segmenter: MakeSegmenter) -> None:
     a = text_of(random.Random(7), 500)
     assert make_segmenter([a]).find(a[:CUT_LOSS]) == []

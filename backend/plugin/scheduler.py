@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 16
 """Waiting requests among which one may be preferred, and whose chunks are evicted last."""
+_MOST_KEPT = 8192
+"""Blocks that are put in order: about two milliseconds."""
 _MOST_OVERTAKEN = 8
 """Times that one of them may be overtaken."""
 _MOST_PREFETCHED = 4096
@@ -218,7 +220,7 @@ class LazyMixin(compat.Gate):
             self._admit()
             self._operate()
             self._spawn()
-            if not self._is_in_order and not self.serves_in_turn:
+            if self._spare is None and not self._is_in_order and not self.serves_in_turn:
                 self._put_in_order()
         output = super().schedule(*args, **kwargs)
         if self._lazy:
@@ -316,10 +318,17 @@ class LazyMixin(compat.Gate):
             self.connector.speeds.computed(num_tokens, now - begun_s)
 
     def _saves_of(self, lazy: LazyRequest) -> set[int]:
-        """The saves under way of chunks that were computed for a request, or for another and shared."""
+        """The saves under way of chunks that were computed for a request, or for another and shared.
+
+        Who only warms is told that a chunk is kept, so it waits for everybody's saves of it.
+        """
         if self.connector is None:
             return set()
         saves: set[int] = self.connector.saves_of(child.request_id for child in (*lazy.asked, *lazy.children.values()))
+        if lazy.warms_only:
+            salt = lazy.request.cache_salt
+            names = {chunk_name(content.token_ids, salt=salt) for content in lazy.contents}
+            saves |= self.connector.saves_named(names, namespace=salt or "")
         return saves
 
     def _holds_back(self, output: EngineCoreOutput, lazy: LazyRequest) -> bool:
@@ -469,7 +478,11 @@ class LazyMixin(compat.Gate):
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _is_warm(self, lazy: LazyRequest) -> bool:
-        """Whether all chunks of a request are resident, and no step that computes one is under way."""
+        """Whether all chunks of a request are resident, and no child that was made for one is under way.
+
+        Blocks that another text has in common with a chunk may still be computed in the step that is under way: whoever
+        reads them comes in a later one.
+        """
         if any(content.chain.hashes[-1] in self._child_of for content in lazy.contents):
             return False
         return not self._missing(lazy, range(len(lazy.chains)))
@@ -617,7 +630,8 @@ class LazyMixin(compat.Gate):
                 break
         for request_id, resident, rank in wanted:
             # Whoever is given blocks before anybody else needs no pins.
-            if rank or self._children or any(lazy.missing for lazy in self._admitted.values()):
+            missing = any(lazy.missing for lazy in self._admitted.values())
+            if rank or missing or self._children or self._operations:
                 self._pins.hold(request_id, resident)
 
     def _put_in_order(self) -> None:
@@ -632,26 +646,35 @@ class LazyMixin(compat.Gate):
             for request in compat.waiting_requests(self)
             if request.request_id not in self._admitted and request.request_id not in self._children
         )
-        # Ordinary requests and those that have been preempted are not overtaken.
-        lazy_ones = (lazy for request, lazy in takewhile(lambda one: one[1] and not one[0].num_preemptions, waiting))
-        ahead = [lazy for lazy in islice(lazy_ones, _LOOK_AHEAD) if lazy is not None]
+        # Ordinary requests are not overtaken, nor those that were preempted; who waits for a grammar could not run.
+        ready = takewhile(lambda one: one[1] and one[0].status == RequestStatus.WAITING, waiting)
+        ahead = [lazy for _, lazy in islice(ready, _LOOK_AHEAD) if lazy is not None]
         if not ahead:
             return
-        absent = [
-            sum(len(chain.hashes) for chain in lazy.chains if chain.resident(self._pool) is None) for lazy in ahead
-        ]
-        best = absent.index(min(absent))
+        costs = [self._num_to_compute(lazy) for lazy in ahead]
+        best = costs.index(min(costs))
         overtaken = ahead[:best]
         if overtaken and all(lazy.num_overtaken < _MOST_OVERTAKEN for lazy in overtaken):
             for lazy in overtaken:
                 lazy.num_overtaken += 1
             compat.put_before(self, ahead[best].request, ahead[0].request)
             ahead.insert(0, ahead.pop(best))
-        chains = dict.fromkeys(chain for lazy in ahead for chain in lazy.chains)
-        for chain in reversed(chains):
-            blocks = chain.resident(self._pool) or ()
+        kept: list[list[KVCacheBlock]] = []
+        num_kept = 0
+        for chain in dict.fromkeys(chain for lazy in ahead for chain in lazy.chains):
+            if num_kept < _MOST_KEPT and (blocks := chain.resident(self._pool)):
+                kept.append(blocks)
+                num_kept += len(blocks)
+        for blocks in reversed(kept):
             self._pool.touch(blocks)
             self._pool.free_blocks(reversed(blocks))
+
+    def _num_to_compute(self, lazy: LazyRequest) -> int:
+        """Tokens, before a request's first one comes."""
+        absent = (chain for chain in set(lazy.chains) if chain.resident(self._pool) is None)
+        own = 0 if lazy.warms_only else lazy.request.num_tokens - lazy.layout.suffix_start
+        num_tokens: int = own + self.block_size * sum(len(chain.hashes) for chain in absent)
+        return num_tokens
 
     def _num_own_blocks(self, lazy: LazyRequest, num_blocks: int) -> int:
         """Of a request's `num_blocks`, those that nobody shares with it."""

@@ -370,6 +370,11 @@ class LazyRAGConnector(KVConnectorBase_V1, SupportsHMA):
         ids = set(request_ids)
         return {number for number, job in self._jobs.items() if job.is_save and job.request_id in ids}
 
+    def saves_named(self, names: Set[str], *, namespace: str) -> set[int]:
+        """The saves under way of chunks with these names (`hashing.chunk_name`), whoever computed them."""
+        jobs = ((number, job) for number, job in self._jobs.items() if job.is_save and job.key[0] == namespace)
+        return {number for number, job in jobs if job.key[1][:NAME_DIGITS] in names}
+
     def is_under_way(self, number: int) -> bool:
         """Whether a copy has not ended, well or not."""
         return number in self._jobs

@@ -38,7 +38,7 @@ def test_a_quick_run_passes_the_gate_and_reports_every_arm(tmp_path: Path) -> No
         *(("ttft_few_shot", arm) for arm in ("lazy", "perfect", "prefix", "recompute")),
         *(("decode_step", arm) for arm in ("lazy", "perfect")),
         *(("ingest", arm) for arm in ("lazy", "stock")),
-        *(("table11_ttft", arm) for arm in ("lazy", "prefix", "prefix-reorder")),
+        *(("table11_ttft", arm) for arm in ("lazy", "lazy-in-turn", "prefix", "prefix-reorder")),
     }
     assert all(row["value"] > 0 and row["gauge_ms"] > 0 for row in values["rows"])
     assert set(values["engines"]) == {"stock", "lazy"}

@@ -847,6 +847,24 @@ def test_an_answer_waits_until_what_was_computed_for_it_is_on_disk(
     engine.check_no_leak()
 
 
+def test_who_warms_a_chunk_waits_until_it_is_on_disk_whoever_computed_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder, extra=BOTH)
+    may_write = hold_writes(monkeypatch)
+    engine.ask(A)
+    steps(engine)
+    engine.ask(A, name="warms", **control.control_to_args(control.WARM))
+    engine.ask(A, name="asks")
+    steps(engine)
+    assert list(engine.reports) == ["asks"]
+    assert not files(folder)
+    may_write.set()
+    engine.run()
+    assert engine.sources("warms") == ["hbm"]
+    engine.check_no_leak()
+
+
 # ---------------------------------------------------------------- failures with host memory
 
 

@@ -581,6 +581,46 @@ def test_an_ordinary_request_is_not_overtaken(new_engine, lib, docs):
     assert order.index(first) < min(map(order.index, later))
 
 
+def test_a_request_that_waits_for_its_grammar_overtakes_nobody(new_engine, lib, docs):
+    engine = new_engine(num_blocks=24)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 330)), max_tokens=30)
+    engine.step()
+    engine.step()
+    first = engine.add(lib.prompt(PRE, docs[6], docs[4], QUESTION), max_tokens=1)
+    waits = engine.add(lib.prompt(docs[2], OTHER), max_tokens=1)
+    request = engine.scheduler.requests[waits]
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    for _ in range(60):  # its grammar is not compiled
+        engine.step()
+    assert engine.answer(first).finish_reason
+    assert request.num_computed_tokens == 0
+    request.status = RequestStatus.WAITING
+    engine.run()
+    assert all(engine.answer(i).right for i in (running, first, waits))
+
+
+def test_literals_count_as_what_is_to_compute(new_engine, lib, docs):
+    engine = new_engine(num_blocks=30)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 350)), max_tokens=40)
+    engine.step()
+    engine.step()
+    first = engine.add(lib.prompt(docs[6], docs[4], [5]), max_tokens=1)  # 47 tokens to compute
+    later = engine.add(lib.prompt(docs[2], range(400, 460)), max_tokens=1)  # 60
+    order = finished_in_order(engine, (running, first, later))
+    assert order.index(first) < order.index(later)
+
+
+def test_nobody_is_overtaken_where_only_running_slots_are_short(new_engine, lib, docs):
+    engine = new_engine(num_blocks=400, max_num_seqs=1)
+    engine.generate(lib.prompt(docs[2], QUESTION))
+    running = engine.add(lib.prompt(range(300, 330)), max_tokens=5)
+    engine.step()
+    later = [engine.add(lib.prompt(docs[i], QUESTION), max_tokens=1) for i in (6, 4, 3, 2, 2)]
+    assert finished_in_order(engine, (running, *later)) == [running, *later]
+
+
 def test_chunks_are_used_before_they_are_evicted(new_engine, lib):
     """32 requests at once, each about 5 of 16 chunks; 9 fit into the pool. In turn, some 70 chunks are computed."""
 

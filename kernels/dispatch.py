@@ -189,8 +189,7 @@ def _hopper_variants(shape: Shape) -> list[Variant]:
     group, page = shape.group, shape.page
     # Turns from shared memory need room for the raw query and know whole heads of NeoX pairs only.
     raw = shape.neox and shape.rotary_dim == shape.head_size
-    # Two consumers turn ahead: there is room for two turned queries, and registers for two more warps.
-    launch = hopper.Launch(2, raw, ahead=raw, chunk=FEW_SLICES, registers=224 if raw else 240)
+    launch = hopper.Launch(3, raw, chunk=FEW_SLICES)
     whole = Variant("whole", Tiling(group, 128, 128, page), 1, launch)
     if group > FEW_ROWS:
         return [whole]

@@ -13,10 +13,10 @@ starts at token PAGE: all zeros, no traffic.
 
 Overlap. Scores of a tile and values of the one before it are in flight together, and both rings are filled ahead.
 
-A *turn* (another rotation of the query, once for each segment) reads shared memory only where there is room (`RAW`):
-the raw query stays there, and the line of cosines and sines comes along with the tile's keys. Where there is room for
-two turned queries (`AHEAD`), two more warps turn the query for the next segment while this one is computed. Otherwise a
-turn reads global memory, which also serves interleaved and partial rotations.
+The turned query is an operand in registers: the products of two warpgroups ask for most of what shared memory delivers,
+and there the query would be read again for every tile. A *turn* (another rotation of the query, once for each segment)
+reads the raw query, which stays in shared memory, and a line of cosines and sines that comes along with the tile's keys
+(`RAW`). Interleaved and partial rotations pair other columns: their turns go from global to shared memory.
 """
 
 # A kernel's pointers and numbers have no types in Python, its constants do.
@@ -55,8 +55,6 @@ HEAD_SIZES = (64, 128)
 NO_LIMIT = gl.constexpr(1 << 30)
 BOX = gl.constexpr(64)
 """Columns of a TMA box: 128 bytes, the widest swizzle."""
-TURN_ROWS = gl.constexpr(16)
-"""Rows that the warps turn at once that turn ahead: few, for they have few registers."""
 
 
 @gluon.jit
@@ -112,7 +110,7 @@ def _produce(
     D: gl.constexpr,
     R: gl.constexpr,
     STAGES: gl.constexpr,
-    LINES: gl.constexpr,
+    RAW: gl.constexpr,
 ):
     desc, turn_desc, ring, tiles, pages, begin, end, column = fetch
     k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v = ring
@@ -123,7 +121,7 @@ def _produce(
         free = ((j // STAGES) & 1) ^ 1
         mbarrier.wait(free_k.index(stage), free)
         valid, line, _, _ = _tile(tiles, i)
-        if LINES:  # the tile's turn comes along
+        if RAW:  # the tile's turn comes along
             mbarrier.expect(full_k.index(stage), BYTES + R * 4)
             _load_box(turn_desc, [line, 0], full_k.index(stage), turn_buffer.index(stage))
         else:
@@ -140,7 +138,7 @@ def _produce(
 @gluon.jit
 def _query_rows(query, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, L: gl.constexpr):
     """Pointers to the rows FIRST .. FIRST + 63 of a query tile, and which of them exist."""
-    q, _, _, _, q0, nq, q_stride, head = query
+    q, _, _, q0, nq, q_stride, head = query
     m = FIRST + gl.arange(0, 64, gl.SliceLayout(1, L))
     return q + (q0 + m // GROUP) * q_stride + (head * GROUP + m % GROUP) * D, m // GROUP < nq
 
@@ -148,84 +146,32 @@ def _query_rows(query, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
 @gluon.jit
 def _keep_raw(query, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
     """The query rows of a consumer, as they came, in shared memory."""
-    _, _, raw, _, _, _, _, _ = query
+    _, _, kept, _, _, _, _ = query
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     rows, live = _query_rows(query, FIRST, GROUP, D, L)
     d = gl.arange(0, D, gl.SliceLayout(0, L))
-    raw.index(FIRST // 64).store(gl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0))
+    kept.index(FIRST // 64).store(gl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0))
 
 
 @gluon.jit
-def _turn_rows(raw, turned, cos, sin, H: gl.constexpr, L: gl.constexpr):
-    """Turn all 2 H dimensions (NeoX pairs) of some rows."""
-    a = raw.slice(0, H, 1).load(L).to(gl.float32)
-    b = raw.slice(H, H, 1).load(L).to(gl.float32)
-    turned.slice(0, H, 1).store((a * cos + b * sin).to(turned.dtype))
-    turned.slice(H, H, 1).store((b * cos - a * sin).to(turned.dtype))
-
-
-@gluon.jit
-def _turn_from_raw(raw, turned, line, D: gl.constexpr):
-    """Turn a consumer's rows by a line of cosines and sines in shared memory."""
+def _turn_raw(raw, line, D: gl.constexpr, Q: gl.constexpr):
+    """Rows in shared memory, all of whose dimensions are turned (NeoX pairs) by a line of cosines and sines there."""
     H: gl.constexpr = D // 2
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
-    _turn_rows(raw, turned, line.slice(0, H, 1).load(L), line.slice(H, H, 1).load(L), H, L)
-    fence_async_shared()
-
-
-@gluon.jit
-def _line(turns, line, D: gl.constexpr, L: gl.constexpr):
-    """A line of cosines and sines from global memory."""
-    at = turns + line * D + gl.arange(0, D // 2, gl.SliceLayout(0, L))[None, :]
-    return gl.load(at), gl.load(at + D // 2)
-
-
-@gluon.jit
-def _first_turn(query, line, FIRST: gl.constexpr, D: gl.constexpr):
-    """A consumer turns its rows itself at the start, where it has nothing else to do."""
-    _, turns, raw, turned, _, _, _, _ = query
-    H: gl.constexpr = D // 2
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
-    cos, sin = _line(turns, line, D, L)
-    _turn_rows(raw.index(FIRST // 64), turned.index(FIRST // 64), cos, sin, H, L)
-    fence_async_shared()
-
-
-@gluon.jit
-def _turn_ahead(query, walk, turn_ring, N: gl.constexpr, D: gl.constexpr):
-    """Two warps: all later turns of a slice, each into the buffer that the consumers have left.
-
-    Turn t is written to buffer t % 2. What is free, or full, for the first time has phase 0: turns 1 and 2.
-    """
-    _, turns, raw, turned, _, _, _, _ = query
-    tiles, begin, end, _, _ = walk
-    full_q, free_q = turn_ring
-    H: gl.constexpr = D // 2
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [2, 1], [1, 0])
-    turn = 0
-    last_line = gl.load(tiles + begin * 4 + 1)
-    for i in range(begin + 1, end):
-        line = gl.load(tiles + i * 4 + 1)
-        if line != last_line:
-            turn += 1
-            cos, sin = _line(turns, line, D, L)
-            mbarrier.wait(free_q.index(turn % 2), ((turn - 1) // 2) & 1)
-            for n in range(N):
-                for r in gl.static_range(64 // TURN_ROWS):
-                    rows = raw.index(n).slice(r * TURN_ROWS, TURN_ROWS, 0)
-                    to = turned.index(turn % 2 * N + n).slice(r * TURN_ROWS, TURN_ROWS, 0)
-                    _turn_rows(rows, to, cos, sin, H, L)
-            fence_async_shared()
-            mbarrier.arrive(full_q.index(turn % 2), count=1)
-        last_line = line
+    a = raw.slice(0, H, 1).load(Q).to(gl.float32)
+    b = raw.slice(H, H, 1).load(Q).to(gl.float32)
+    cos = line.slice(0, H, 1).load(Q)
+    sin = line.slice(H, H, 1).load(Q)
+    both = gl.join((a * cos + b * sin).to(raw.dtype), (b * cos - a * sin).to(raw.dtype))
+    # A pair's dimensions are in the same thread: this moves nothing.
+    return gl.convert_layout(both.permute([0, 2, 1]).reshape([64, D]), Q)
 
 
 @gluon.jit
 def _turn_from_global(
-    query, turned, line, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, R: gl.constexpr, NEOX: gl.constexpr
+    query, line, FIRST: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, R: gl.constexpr, NEOX: gl.constexpr
 ):
-    """Turn R dimensions, kept in either way, by a line of the table in global memory."""
-    _, turns, _, _, _, _, _, _ = query
+    """Turn R dimensions, kept in either way, by a line of the table in global memory; to shared memory."""
+    _, turns, kept, _, _, _, _ = query
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     rows, live = _query_rows(query, FIRST, GROUP, D, L)
     d = gl.arange(0, D, gl.SliceLayout(0, L))
@@ -242,7 +188,8 @@ def _turn_from_global(
     sin = gl.load(turns + line * R + R // 2 + pair, mask=rotated, other=0.0)
     x = gl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0).to(gl.float32)
     y = gl.load(rows[:, None] + partner[None, :], mask=live[:, None], other=0.0).to(gl.float32)
-    turned.store((x * cos[None, :] + y * gl.where(is_a, sin, -sin)[None, :]).to(turned.dtype))
+    turned = x * cos[None, :] + y * gl.where(is_a, sin, -sin)[None, :]
+    kept.index(FIRST // 64).store(turned.to(kept.dtype))
     fence_async_shared()
 
 
@@ -258,58 +205,37 @@ def _turn(
     R: gl.constexpr,
     NEOX: gl.constexpr,
     RAW: gl.constexpr,
+    Q: gl.constexpr,
 ):
-    _, _, raw, turned, _, _, _, _ = query
+    """A consumer's query, turned by a line: in registers, [64, D], if RAW; else in shared memory, and the line."""
+    _, _, kept, _, _, _, _ = query
     if RAW:
-        _turn_from_raw(raw.index(FIRST // 64), turned.index(FIRST // 64), turn_buffer.index(stage), D)
+        return _turn_raw(kept.index(FIRST // 64), turn_buffer.index(stage), D, Q)
     else:
-        _turn_from_global(query, turned.index(FIRST // 64), line, FIRST, GROUP, D, R, NEOX)
+        _turn_from_global(query, line, FIRST, GROUP, D, R, NEOX)
+        return line
 
 
 @gluon.jit
 def _start_scores(
     query,
-    turn_buffer,
-    full_k,
+    turned,
     keys,
-    turn,
-    line,
-    last_line,
     j,
     FIRST: gl.constexpr,
-    GROUP: gl.constexpr,
-    N: gl.constexpr,
     TILE: gl.constexpr,
-    D: gl.constexpr,
-    R: gl.constexpr,
-    NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
-    AHEAD: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Turn the query if tile j of the slice wants another turn than the last one; put the tile's scores in flight."""
-    _, _, _, turned, _, _, _, _ = query
-    stage = j % STAGES
-    if RAW:  # the line comes with the keys
-        mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
-    if not AHEAD and line != last_line:
-        _turn(query, turn_buffer, line, stage, FIRST, GROUP, D, R, NEOX, RAW)
-    if not RAW:
-        mbarrier.wait(full_k.index(stage), (j // STAGES) & 1)
+    """Put the scores of the slice's tile j, which is there, in flight; `turned` is what `_turn` gave."""
+    _, _, kept, _, _, _, _ = query
     zero = gl.zeros([64, TILE], gl.float32, S)
-    k = keys.index(stage).permute([1, 0])
-    q = turned.index(turn % 2 * N + FIRST // 64)
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _next_turn(turn_ring, turn):
-    """Leave a turn, whose last scores are there, for the next one."""
-    full_q, free_q = turn_ring
-    mbarrier.arrive(free_q.index(turn % 2), count=1)
-    mbarrier.wait(full_q.index((turn + 1) % 2), (turn // 2) & 1)
-    return turn + 1
+    k = keys.index(j % STAGES).permute([1, 0])
+    if RAW:
+        return warpgroup_mma(turned, k, zero, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(kept.index(FIRST // 64), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -376,16 +302,16 @@ def _consume(
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Query rows FIRST .. FIRST + 63 of the tile."""
-    query, to, walk, ring, turn_ring, scale_log2 = rows
+    query, to, walk, ring, scale_log2 = rows
     k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v = ring
-    _, _, _, _, q0, nq, _, head = query
+    _, _, _, q0, nq, _, head = query
     tiles, begin, end, seen, index0 = walk
     out, out_stride, part, stat, slot, kv_heads = to
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     A: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = k_buffer.dtype
     keys = _stacked(k_buffer, STAGES, TILE, D)
@@ -400,32 +326,25 @@ def _consume(
     tile = _tile(tiles, begin)
     if RAW:
         _keep_raw(query, FIRST, GROUP, D)
-    if AHEAD:
-        _, free_q = turn_ring
-        _first_turn(query, tile[1], FIRST, D)
-        mbarrier.arrive(free_q.index(1), count=1)  # the raw query is there, the second buffer is free
 
-    N: gl.constexpr = BLOCK_M // 64
-    turn = 0
-    s = _start_scores(
-        query, turn_buffer, full_k, keys, turn, tile[1], -1, 0,
-        FIRST, GROUP, N, TILE, D, R, NEOX, STAGES, RAW, AHEAD, S,
-    )  # fmt: skip
+    mbarrier.wait(full_k.index(0), 0)
+    turned = _turn(query, turn_buffer, tile[1], 0, FIRST, GROUP, D, R, NEOX, RAW, Q)
+    s = _start_scores(query, turned, keys, 0, FIRST, TILE, STAGES, RAW, S)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(free_k.index(0), count=1)
     p, top, total, shrink = _softmax(s, tile, top, total, sight, scale_log2, TILE, PAGE, S)
     a = gl.convert_layout(p.to(dtype), A)
-    last_line = tile[1]
-    tile = _tile(tiles, begin + 1)
+    line = tile[1]
+    next_line = gl.load(tiles + (begin + 1) * 4 + 1)
     for i in range(begin + 1, end):
         j = i - begin
-        next_tile = _tile(tiles, i + 1)
-        if AHEAD and tile[1] != last_line:
-            turn = _next_turn(turn_ring, turn)
-        s = _start_scores(
-            query, turn_buffer, full_k, keys, turn, tile[1], last_line, j,
-            FIRST, GROUP, N, TILE, D, R, NEOX, STAGES, RAW, AHEAD, S,
-        )  # fmt: skip
+        last_line, line = line, next_line
+        tile = _tile(tiles, i)  # not wanted before the scores are there
+        next_line = gl.load(tiles + (i + 1) * 4 + 1)
+        mbarrier.wait(full_k.index(j % STAGES), (j // STAGES) & 1)
+        if line != last_line:
+            turned = _turn(query, turn_buffer, line, j % STAGES, FIRST, GROUP, D, R, NEOX, RAW, Q)
+        s = _start_scores(query, turned, keys, j, FIRST, TILE, STAGES, RAW, S)
         acc = _start_values(a, acc, full_v, values, j - 1, STAGES)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(free_k.index(j % STAGES), count=1)
@@ -434,8 +353,6 @@ def _consume(
         mbarrier.arrive(free_v.index((j - 1) % STAGES), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
         a = gl.convert_layout(p.to(dtype), A)
-        last_line = tile[1]
-        tile = next_tile
     acc = _start_values(a, acc, full_v, values, end - begin - 1, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
@@ -481,7 +398,6 @@ def _attend(
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
-    AHEAD: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """One slice of one query tile for one key head; `turn_desc` is used if lines come along with keys."""
@@ -496,16 +412,13 @@ def _attend(
         BOXES: gl.constexpr = STAGES * (D // BOX) * (TILE // PAGE)
         Q: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-        LINES: gl.constexpr = RAW and not AHEAD
-        turned = gl.allocate_shared_memory(desc.dtype, [2 * N if AHEAD else N, 64, D], Q)
         full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         free_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         free_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        raw, turn_buffer, full_q, free_q = turned, full_k, full_k, full_k  # stand-ins, not used unless they are needed
+        kept = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
+        turn_buffer = full_k  # a stand-in, not used unless it is needed
         if RAW:
-            raw = gl.allocate_shared_memory(desc.dtype, [N, 64, D], Q)
-        if LINES:
             turn_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, R], turn_desc.layout)
         k_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
         v_buffer = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, PAGE, BOX], desc.layout)
@@ -514,47 +427,29 @@ def _attend(
             mbarrier.init(full_v.index(stage), count=1)
             mbarrier.init(free_k.index(stage), count=N)
             mbarrier.init(free_v.index(stage), count=N)
-        if AHEAD:
-            full_q = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-            free_q = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-            for buffer in gl.static_range(2):
-                mbarrier.init(full_q.index(buffer), count=1)
-                mbarrier.init(free_q.index(buffer), count=N)
         fence_async_shared()
-        turn_ring = (full_q, free_q)
         ring = (k_buffer, v_buffer, turn_buffer, full_k, full_v, free_k, free_v)
-        query = (q, turns, raw, turned, q0, nq, q_stride, head)
+        query = (q, turns, kept, q0, nq, q_stride, head)
         to = (out, out_stride, part, stat, slot, kv_heads)
         walk = (tiles, begin, end, seen, index0)
         fetch = (desc, turn_desc, ring, tiles, pages, begin, end, head * 2 * D)
-        rows = (query, to, walk, ring, turn_ring, scale_log2)
+        rows = (query, to, walk, ring, scale_log2)
         # (Constants stay constants only where they are written inside the call.)
         if N == 1:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
                 ],
                 [1],
                 [24],
             )
-        elif AHEAD:
-            gl.warp_specialize(
-                [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
-                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
-                    (_turn_ahead, (query, walk, turn_ring, N, D)),
-                ],
-                [4, 1, 2],
-                [REGISTERS, 24, 504 - 2 * REGISTERS],  # of 65536: 504 for one thread of each warpgroup
-            )
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
-                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW, AHEAD)),
-                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, LINES)),
+                    (_consume, (rows, 0, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_consume, (rows, 64, GROUP, BLOCK_M, TILE, PAGE, D, R, NEOX, STAGES, RAW)),
+                    (_produce, (fetch, TILE, PAGE, D, R, STAGES, RAW)),
                 ],
                 [4, 1],
                 [REGISTERS, 24],
@@ -568,7 +463,6 @@ class Launch:
     Attributes:
         stages: tiles of keys and of values that are in flight.
         raw: turn the query from shared memory (whole-head NeoX rotations only).
-        ahead: and one segment ahead, by warps of their own (two consumers only).
         chunk: slices of a row that are merged at once.
         max_registers: of a thread at start: 65536 / threads of all blocks of an SM. The producer gives its share away.
         registers: of the second consumer.
@@ -576,7 +470,6 @@ class Launch:
 
     stages: int
     raw: bool = False
-    ahead: bool = False
     chunk: int = 16
     max_registers: int = 168
     registers: int = 240
@@ -619,18 +512,14 @@ def attend(
             f"the Hopper kernel needs 16-bit tensors, heads of {HEAD_SIZES} and tokens whose heads lie side by side; "
             f"got {query.dtype}, {kv_cache.dtype}, heads of {head_size}, strides {kv_cache.stride()}"
         )
-    if (
-        tiling.block_m not in (64, 128)
-        or (launch.raw and (rotary_dim < head_size or not neox))
-        or (launch.ahead and not (launch.raw and tiling.block_m == 128))
-    ):
+    if tiling.block_m not in (64, 128) or (launch.raw and (rotary_dim < head_size or not neox)):
         raise ValueError(
             f"{launch} cannot run query tiles of {tiling.block_m} rows with {rotary_dim} turned dimensions"
         )
     cache = describe_cache(kv_cache)
     _attend[(kv_heads, len(plan.work))](
         cache,
-        describe_turns(turns) if launch.raw and not launch.ahead else cache,
+        describe_turns(turns) if launch.raw else cache,
         query,
         output,
         workspace.part,
@@ -677,6 +566,5 @@ def constants(tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launc
         "NEOX": neox,
         "STAGES": launch.stages,
         "RAW": launch.raw,
-        "AHEAD": launch.ahead,
         "REGISTERS": launch.registers,
     }

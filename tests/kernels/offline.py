@@ -45,7 +45,7 @@ def compile_variant(shape: Shape, name: str) -> Compiled:
     lines = f"tensordesc<fp32[1, {shape.rotary_dim}],{gl.NVMMASharedLayout(0, 32, rank=2)!r}>"
     types = {
         "desc": cache,
-        "turn_desc": lines if variant.launch.raw and not variant.launch.ahead else cache,
+        "turn_desc": lines if variant.launch.raw else cache,
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("part", "stat", "turns"), "*fp32"),
         **dict.fromkeys(("work", "tiles", "pages", "seen"), "*i32"),

@@ -261,6 +261,8 @@ class Machine:
         brought = self.read(b)
         assert is_async
         assert self._actor is not None
+        if isinstance(a, Turned):  # in registers
+            self._actor.seen.append(a.line)
         if isinstance(a, View):
             lines = {a.memory.stored[cell].line if cell in a.memory.stored else None for cell in a.cells}
             if len(lines) > 1:
@@ -366,7 +368,6 @@ class Sizes:
     stages: int
     raw: bool
     block_m: int
-    ahead: bool = False
     tile: int = 64
     page: int = 32
     head_size: int = 128
@@ -385,7 +386,13 @@ def gluon(machine: Machine) -> SimpleNamespace:
             return pointer.table[pointer.offset]
         return pointer if isinstance(pointer, Turned) else INERT
 
-    names = ("arange", "zeros", "full", "max", "min", "sum", "exp2", "convert_layout", "store", "float32", "int64")
+    def join(a: Any, b: Any) -> Any:
+        lines = [x.line if isinstance(x, Turned) else None for x in (a, b)]
+        if lines[0] != lines[1]:
+            raise Race("a query is turned in part")
+        return a
+
+    names = ("arange", "zeros", "full", "max", "min", "sum", "exp2", "store", "float32", "int64")
     layouts = ("NVMMASharedLayout", "NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout")
     return SimpleNamespace(
         **dict.fromkeys((*names, *layouts), INERT),
@@ -394,6 +401,8 @@ def gluon(machine: Machine) -> SimpleNamespace:
         maximum=either(max),
         where=either(lambda condition, a, b: a if condition else b),
         load=load,
+        join=join,
+        convert_layout=lambda x, layout: x,
         program_id=lambda axis: 0,
         num_programs=lambda axis: 1,
         allocate_shared_memory=lambda dtype, shape, layout: Memory(shape, machine),
@@ -441,7 +450,7 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.wait_for_products,
         **dict.fromkeys(("fence_async_shared", "gdc_launch_dependents"), INERT),
-        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX", "TURN_ROWS")},
+        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX")},
     }
     for name, value in vars(hopper).items():
         if hasattr(value, "fn"):
@@ -472,7 +481,6 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         NEOX=True,
         STAGES=sizes.stages,
         RAW=sizes.raw,
-        AHEAD=sizes.ahead,
         REGISTERS=240,
     )
     # What a consumer multiplies: its query with the keys of a tile, and then with the values of the one before.

@@ -27,6 +27,7 @@ VARIANTS = {
     "llama-few": (LLAMA_8B, "few"),
     "smollm-whole": (SMOLLM, "whole"),
     "gptj-few": (GPT_J, "few"),
+    "gptj-whole": (GPT_J, "whole"),
 }
 
 

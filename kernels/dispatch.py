@@ -169,15 +169,15 @@ def choose(shape: Shape, gpu: Gpu, *, num_rows: int, most_queries: int) -> Varia
 FEW_ROWS = 64
 """Rows of queries (tokens x group) up to which tiles of 64 are taken; above, `whole` has 128.
 
-16 requests with 64 rows each: `few` takes 0.88 of the time of `whole`. 1 to 8 requests with 256 rows: 1.1 to 1.3 of it.
+16 requests with 64 rows each: `few` takes 0.96 of `whole`'s time. 1 to 8 requests with 256 rows: 1.05 to 1.33 of it.
 """
 
 MANY_REQUESTS = 4
 """From so many requests on, decode fills an SM with two small blocks and not with one large one: while one turns its
 query, the other computes.
 
-Time of `decode` over that of `few`, contexts of 10 x 2048 tokens: 1.05 for one request, 0.96 for 4, 0.97 for 8 to 32;
-where they share their documents, and memory is not the limit, 0.82 for 4, 0.76 for 32.
+Time of `decode` over that of `few`, contexts of 10 x 2048 tokens: 1.05 for one request, 0.96 to 0.98 for 4 to 32;
+where they share their documents, and memory is not the limit, 0.83 for 4, 0.76 for 64.
 """
 
 

@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from statistics import fmean
 
+from lazyrag.bench.metrics import METRICS
 from lazyrag.quality.evaluate import FULL, NONE, Result, Score
 
-TTFT, DECODE = "lazyrag/bench/results/h200.json", "lazyrag/bench/results/h200-decode.json"
-FROM_TIERS = "lazyrag/bench/results/h200-tiers.json"
-REQUESTS, HITS = "lazyrag/bench/results/h200-requests.json", "lazyrag/bench/results/hit-ratio.json"
+SPEED, FROM_TIERS = "lazyrag/bench/results/h200.json", "lazyrag/bench/results/h200-tiers.json"
 QUALITY = "benchmarks/quality"
 SHOWN = (
-    (TTFT, "ttft_hot", "lazy"),
-    (TTFT, "ttft_hot_literals", "lazy"),
-    (TTFT, "ttft_first_k", "first-k"),
-    (DECODE, "decode_step", "lazy"),
-    (REQUESTS, "decode_step", "lazy"),
+    ("ttft_hot", "lazy"),
+    ("ttft_hot_literals", "lazy"),
+    ("ttft_first_k", "first-k"),
+    ("decode_step", "lazy"),
 )
 
 
@@ -28,8 +26,8 @@ def values(root: Path, file: str) -> dict[tuple[str, str, str], float]:
 
 def test_the_readmes_table_is_made_of_the_measured_rows(root: Path) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
-    for file, metric, ours in SHOWN:
-        value = values(root, file)
+    value = values(root, SPEED)
+    for metric, ours in SHOWN:
         shown = dict.fromkeys(workload for name, workload, _ in value if name == metric)
         assert shown
         for workload in shown:
@@ -40,7 +38,7 @@ def test_the_readmes_table_is_made_of_the_measured_rows(root: Path) -> None:
 
 
 def test_the_readmes_figures_of_tiers_and_new_documents_are_the_measured_ones(root: Path) -> None:
-    value = values(root, TTFT)
+    value = values(root, SPEED)
     readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
     ms = {arm: round(time) for (metric, _, arm), time in values(root, FROM_TIERS).items() if metric == "tier_ttft"}
     for figure in (
@@ -59,7 +57,7 @@ def test_the_readmes_figures_of_tiers_and_new_documents_are_the_measured_ones(ro
 
 def test_the_readmes_figures_of_many_requests_are_the_measured_ones(root: Path) -> None:
     readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    value = {(metric, arm): number for (metric, _, arm), number in values(root, REQUESTS).items()}
+    value = {(metric, arm): number for (metric, _, arm), number in values(root, SPEED).items()}
 
     def both(arm: str, between: str = "s and") -> str:
         return f"{value['table11_ttft', arm] / 1e3:.1f} {between} {value['table11_throughput', arm]:.2f}"
@@ -71,7 +69,7 @@ def test_the_readmes_figures_of_many_requests_are_the_measured_ones(root: Path) 
         f"documents sorted {both('prefix-reorder')}. ",
     ):
         assert figure in readme
-    rates = {key[1:]: rate for key, rate in values(root, REQUESTS).items() if key[0] == "rate_at_slo"}
+    rates = {key[1:]: rate for key, rate in values(root, SPEED).items() if key[0] == "rate_at_slo"}
     for drawn, skew in (("all as likely", "0"), *((f"by Zipf's law, exponent {s}", s) for s in ("1.1", "2.1"))):
         workload = f"5x2048+64, pool 100, zipf {skew}, KV 24 GB"
         cells = [f"{rates[workload, arm]:.1f}" for arm in ("lazy", "materialize", "prefix")]
@@ -79,8 +77,8 @@ def test_the_readmes_figures_of_many_requests_are_the_measured_ones(root: Path) 
 
 
 def test_most_is_found_where_chunks_are_used_in_place(root: Path) -> None:
-    value = values(root, HITS)
-    budgets = dict.fromkeys(workload for _, workload, _ in value)
+    value = values(root, SPEED)
+    budgets = dict.fromkeys(workload for metric, workload, _ in value if metric == "hit_ratio")
     assert len(budgets) == 4 * 3
     for workload in budgets:
         ours = value["hit_ratio", workload, "lazy"]
@@ -89,14 +87,21 @@ def test_most_is_found_where_chunks_are_used_in_place(root: Path) -> None:
 
 
 def test_each_row_has_what_it_needs_to_be_believed(root: Path) -> None:
-    for file in (TTFT, DECODE, FROM_TIERS, REQUESTS):
-        result = json.loads((root / file).read_text(encoding="utf-8"))
-        assert result["machine"]["gpu"]
-        assert result["machine"]["commit"] not in ("", "unknown")
-        assert result["machine"]["versions"]["vllm"]
-        assert all(check["passed"] for check in result["gate"])
-        keys = {"workload", "metric", "arm", "value", "unit", "baseline", "ratio", "n", "min", "max"}
-        assert all(keys <= row.keys() for row in result["rows"])
+    speed, tiers = (json.loads((root / file).read_text(encoding="utf-8")) for file in (SPEED, FROM_TIERS))
+    assert {row["run"] for row in speed["rows"]} == set(range(len(speed["runs"])))
+    simulated = {row["run"] for row in speed["rows"] if row["metric"] == "hit_ratio"}
+    for number, run in enumerate([*speed["runs"], tiers]):
+        assert run["machine"]["commit"] not in ("", "unknown")
+        assert not run["machine"]["commit"].endswith("-dirty")
+        assert number in simulated or (run["machine"]["gpu"] and run["machine"]["versions"]["vllm"])
+        assert all(check["passed"] for check in run["gate"])
+    keys = {"workload", "metric", "arm", "value", "unit", "baseline", "ratio", "n", "min", "max"}
+    assert all(keys <= row.keys() for row in [*speed["rows"], *tiers["rows"]])
+
+
+def test_every_metric_of_the_comparison_is_published(root: Path) -> None:
+    published = {metric for metric, _, _ in values(root, SPEED) | values(root, FROM_TIERS)}
+    assert published == METRICS.keys() - {"ttft_few_shot"}
 
 
 def test_the_readmes_figures_of_tuning_are_those_of_the_answers(root: Path) -> None:

@@ -20,7 +20,7 @@ from lazyrag.kernels import hopper, portable
 from lazyrag.kernels.plan import DevicePlan, Tiling
 from lazyrag.kernels.reduce import Workspace
 
-Kernel = Literal["hopper", "portable", "sdpa"]
+Kernel = Literal["hopper", "portable"]
 
 PAGES = (16, 32, 64)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,10 +123,8 @@ def refusals(shape: Shape, gpu: Gpu) -> list[str]:
     return reasons
 
 
-def kernel_for(shape: Shape, gpu: Gpu | None) -> Kernel:
-    """The fastest kernel that serves a model; without a GPU, `sdpa`."""
-    if gpu is None:
-        return "sdpa"
+def kernel_for(shape: Shape, gpu: Gpu) -> Kernel:
+    """The fastest kernel that serves a model."""
     served = (
         gpu.capability == (9, 0)
         and shape.head_size in hopper.HEAD_SIZES
@@ -187,14 +185,14 @@ FEW_SLICES = 4
 
 def _hopper_variants(shape: Shape) -> list[Variant]:
     group, page = shape.group, shape.page
-    # Turns from shared memory need room for the raw query and know whole heads of NeoX pairs only.
+    # Turns from shared memory know whole heads of NeoX pairs only.
     raw = shape.neox and shape.rotary_dim == shape.head_size
     launch = hopper.Launch(3, raw, chunk=FEW_SLICES)
     whole = Variant("whole", Tiling(group, 128, 128, page), 1, launch)
     if group > FEW_ROWS:
         return [whole]
     return [
-        # Two blocks share an SM's memory: there is room for the raw query, or for a third stage.
+        # Two blocks share an SM's memory: a third stage leaves no room for its line of cosines and sines.
         Variant("decode", Tiling(group, 64, 64, page), 2, hopper.Launch(2 if raw else 3, raw, max_registers=128)),
         Variant("few", Tiling(group, 64, 128, page), 1, hopper.Launch(3, raw, max_registers=255)),
         whole,

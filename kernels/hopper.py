@@ -53,6 +53,8 @@ HEAD_SIZES = (64, 128)
 """Whole boxes, and results that fit the registers of a warpgroup (256 would spill half of them)."""
 
 NO_LIMIT = gl.constexpr(1 << 30)
+REGISTERS = gl.constexpr(240)
+"""Of a thread of the second consumer: two of these and the producer's 24 are what three warpgroups start with."""
 BOX = gl.constexpr(64)
 """Columns of a TMA box: 128 bytes, the widest swizzle."""
 
@@ -398,7 +400,6 @@ def _attend(
     NEOX: gl.constexpr,
     STAGES: gl.constexpr,
     RAW: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):
     """One slice of one query tile for one key head; `turn_desc` is used if lines come along with keys."""
     gdc_launch_dependents()  # the merge may be put in place; it waits for our end
@@ -465,14 +466,12 @@ class Launch:
         raw: turn the query from shared memory (whole-head NeoX rotations only).
         chunk: slices of a row that are merged at once.
         max_registers: of a thread at start: 65536 / threads of all blocks of an SM. The producer gives its share away.
-        registers: of the second consumer.
     """
 
     stages: int
     raw: bool = False
     chunk: int = 16
     max_registers: int = 168
-    registers: int = 240
 
 
 def can_run(query: Tensor, kv_cache: Tensor) -> bool:
@@ -566,5 +565,4 @@ def constants(tiling: Tiling, head_size: int, rotary_dim: int, neox: bool, launc
         "NEOX": neox,
         "STAGES": launch.stages,
         "RAW": launch.raw,
-        "REGISTERS": launch.registers,
     }

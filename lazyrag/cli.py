@@ -1070,6 +1070,7 @@ def bench(
     eager: EagerOption = False,
     engine_args: EngineArgsOption = None,
     out: GrowingOption = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the medians.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure LazyRAG against the same vLLM without it, after a check of the answers."""
@@ -1081,6 +1082,7 @@ def bench(
         return
     from lazyrag.bench import report, run
 
+    check_drawable(plot)
     options = run.options(
         shape=shape,
         model=model,
@@ -1098,6 +1100,8 @@ def bench(
         command=typed(),
     )
     result = run.bench(options, say)
+    if plot is not None:
+        report.plot(result.rows, plot)
     reply(result.values(), as_json, lambda: [*report.facts(result), "", *report.tables(result)])
 
 
@@ -1220,15 +1224,13 @@ def evaluate_modes(
 ) -> None:
     """Measure what each mode costs in answers, against full attention and against no passages at all."""
     from lazyrag.client import LazyRAG, start_engine
-    from lazyrag.optional import need
     from lazyrag.quality import report
     from lazyrag.quality.data import draw
     from lazyrag.quality.data import load as load_questions
     from lazyrag.quality.evaluate import evaluate
 
-    if plot is not None:
-        need("matplotlib", extra="plot")  # now, and not after hours
-    check_writable(out, plot)
+    check_writable(out)
+    check_drawable(plot)
     rag = LazyRAG(load(file, store=store, model=model, preamble=preamble))
     if store is not None and rag.store is None:
         raise MissingStoreError(f"There is no store in {store}.", fix="Name another one, or a model: --model.")
@@ -1338,6 +1340,20 @@ def check_writable(*paths: Path | None) -> None:
     for path in filter(None, paths):
         if path.is_dir() or not path.parent.is_dir():
             raise InputError(f"{path} cannot be written:", why="it is a folder, or its folder does not exist.")
+
+
+def check_drawable(path: Path | None) -> None:
+    """Find out before a long run that its plot could not be drawn.
+
+    Raises:
+        InputError: as of `check_writable`.
+        MissingExtraError: matplotlib is not installed.
+    """
+    from lazyrag.optional import need
+
+    if path is not None:
+        check_writable(path)
+        need("matplotlib", extra="plot")
 
 
 def split_names(names: str) -> list[str]:

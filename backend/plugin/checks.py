@@ -70,12 +70,13 @@ def check_scheduler(
 
 
 def _version(vllm_config: Any) -> str | None:
-    version = compat.vllm_version()
-    if version in compat.TESTED_VERSIONS or os.environ.get(ALLOW_UNTESTED) == "1":
+    version, on_cuda = compat.vllm_version(), vllm_config.device_config.device_type == "cuda"
+    versions = compat.TESTED_ON_CUDA if on_cuda else compat.TESTED_VERSIONS
+    if version in versions or os.environ.get(ALLOW_UNTESTED) == "1":
         return None
-    tested = ", ".join(compat.TESTED_VERSIONS)
+    tested = ", ".join(versions)
     return (
-        f"vLLM {version} was never tested with LazyRAG, which relies on its internals. "
+        f"vLLM {version} was never tested with LazyRAG{' on CUDA' if on_cuda else ''}, which relies on its internals. "
         f"Install one of {tested}, or set {ALLOW_UNTESTED}=1."
     )
 

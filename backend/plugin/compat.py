@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
+TESTED_ON_CUDA = TESTED_VERSIONS[:1]
 
 
 def vllm_version() -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding import (
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
     RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
@@ -51,7 +52,7 @@ def find_rope(model: nn.Module) -> tuple[Rope | None, str | None]:
 def _inv_freq(module: Any) -> Tensor | None:
     """Radians a position, float32 [R/2] as vLLM computes them; None for a kind that is not known to be a rotation."""
     kind, inv_freq = type(module), None
-    if kind is RotaryEmbedding or kind is Llama3RotaryEmbedding:
+    if kind in (RotaryEmbedding, Llama3RotaryEmbedding, NTKScalingRotaryEmbedding):
         inv_freq = module._compute_inv_freq(module.base)
     elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
         inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]

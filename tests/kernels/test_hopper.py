@@ -26,6 +26,9 @@ VARIANTS = {
     "llama-decode": (LLAMA_8B, "decode"),
     "llama-few": (LLAMA_8B, "few"),
     "smollm-whole": (SMOLLM, "whole"),
+    "smollm-decode": (SMOLLM, "decode"),
+    "smollm-few": (SMOLLM, "few"),
+    "gptj-decode": (GPT_J, "decode"),
     "gptj-few": (GPT_J, "few"),
     "gptj-whole": (GPT_J, "whole"),
 }

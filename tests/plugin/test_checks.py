@@ -26,6 +26,7 @@ def supported():
     return SimpleNamespace(
         additional_config={"lazyrag": {"debug": True}},
         cache_config=SimpleNamespace(enable_prefix_caching=True),
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(runner_type="generate", is_encoder_decoder=False, disable_cascade_attn=True),
         speculative_config=None,
         parallel_config=SimpleNamespace(
@@ -138,6 +139,17 @@ def test_an_untested_vllm_is_refused_unless_allowed(monkeypatch):
     assert checks.ALLOW_UNTESTED in reason
     monkeypatch.setenv(checks.ALLOW_UNTESTED, "1")
     check(supported())
+
+
+def test_on_cuda_only_the_version_is_taken_that_has_run_there(monkeypatch):
+    config = changed("device_config.device_type", "cuda")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.0")
+    check(supported())
+    (reason,) = reasons(config)
+    assert "vLLM 0.33.0 was never tested with LazyRAG on CUDA" in reason
+    assert "Install one of 0.26.0, or" in reason
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.26.0")
+    check(config)
 
 
 def test_a_refusal_is_left_for_the_process_that_starts_the_engine(monkeypatch, tmp_path):

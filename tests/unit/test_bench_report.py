@@ -49,6 +49,27 @@ def test_a_baseline_of_zero_has_no_ratio() -> None:
     assert rows[0].ratio is None
 
 
+def test_a_plot_has_every_arm_of_every_workload(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        *report.rows("ttft_hot", "10x512+64", "ms", COMPARE, SUMMARIES),
+        *report.rows("ttft_hot", "10x2048+64", "ms", COMPARE, SUMMARIES),
+        *report.rows(
+            "hit_ratio", "w", "1", (("lazy", "prefix"),), {"lazy": SUMMARIES["lazy"], "prefix": Summary(0, 0, 0, 1)}
+        ),
+    ]
+    report.plot(rows, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    for row in rows:
+        assert drawn.count(f">{row.workload}: {row.arm}<") == 1
+        assert f">{row.metric}<" in drawn
+    report.plot(rows, tmp_path / "plot.png")
+    with pytest.raises(InputError, match="cannot be written"):
+        report.plot(rows, tmp_path / "plot.nothing")
+    with pytest.raises(InputError, match="nothing was measured"):
+        report.plot([], tmp_path / "plot.svg")
+
+
 def test_a_result_is_written_whole_and_can_be_read_again(tmp_path: Path) -> None:
     found = result(report.rows("ttft_hot", "w", "ms", COMPARE, SUMMARIES))
     found.gate = [Check("a case", 0.1, 0.2)]

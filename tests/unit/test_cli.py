@@ -550,6 +550,7 @@ def test_each_kind_of_bench_has_its_own_help_and_options(run: Run) -> None:
         (("segment", "--shape", "tiny"), "--shape"),
         (("--eager", "segment"), "--eager cannot stand before segment"),
         (("segment", "--out", "nowhere/out.json"), "its folder does not exist"),
+        (("--plot", "nowhere/plot.svg"), "its folder does not exist"),
         (("--model", "nowhere"), "nowhere holds no model"),
     ):
         result = run("bench", *arguments)

@@ -90,9 +90,9 @@ class Oracle:
     def __init__(self, model: Path, device: str = "cpu") -> None:
         self._device = torch.device(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-        self._model = loaded.eval().to(self._device)
-        self._config = self._model.config
-        rotary = self._model.model.rotary_emb
+        self.model = loaded.eval().to(self._device)
+        self._config = self.model.config
+        rotary = self.model.model.rotary_emb
         self._inv_freq = rotary.inv_freq.double()
 
     def logprobs(self, prompt: Prompt, forced: Tokens) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Oracle:
         own_or_before = literal | (owner[None] == owner[:, None]) | (i < len(prompt.prefix))[None]
         seen = (i[None] <= i[:, None]) & own_or_before
         mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
-        logits = self._model(input_ids=torch.tensor([ids]), attention_mask=mask, position_ids=i[None]).logits
+        logits = self.model(input_ids=torch.tensor([ids]), attention_mask=mask, position_ids=i[None]).logits
         return logits[0, -len(forced) :].log_softmax(-1)
 
     @torch.no_grad()
@@ -139,4 +139,4 @@ class Oracle:
 
     def _run(self, ids: Tokens, cache: DynamicCache, start: int) -> torch.Tensor:
         at = torch.arange(start, start + len(ids))
-        return self._model(input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=at[None]).logits[0]
+        return self.model(input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=at[None]).logits[0]

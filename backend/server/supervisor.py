@@ -64,6 +64,7 @@ class SupervisedEngine:
         def watched(event: Event) -> None:
             if isinstance(event, EngineDeadError):
                 self._replace(engine)
+                event = self._dead()  # what the engine says of itself is for its log, and for who starts it
             deliver(event)
 
         return engine.submit(request, watched)

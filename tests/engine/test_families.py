@@ -171,6 +171,12 @@ def tiny_model(family, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model):
+    """Not the shared fixture: pytest would keep the one of an earlier file, with that file's model."""
+    return Oracle(tiny_model)
+
+
 BEHIND = {"alone": {}, "behind-19": {"prefix": 19}, "sink-4": {"sink": 4}}
 
 

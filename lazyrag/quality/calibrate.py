@@ -210,11 +210,14 @@ def questions_of_store(rag: LazyRAG, count: int, seed: int = 0) -> DataSet:
     """
     store = rag.store
     if store is None:
-        raise ConfigError("There are no documents to make questions from.", fix="Name a store (--store DIR), or a DATA.jsonl with questions: README shows a line.")
+        raise ConfigError(
+            "There are no documents to make questions from.",
+            fix="Name a store (--store DIR), or a DATA.jsonl with questions: README shows a line.",
+        )
     texts = sorted(text for _, text in store.texts(rag.config.namespace))
     passages = tuple(Passage("", text) for text in texts)
     made = tuple(cloze.questions(passages, limit=count, seed=seed))
     if not made:
-        raise InputError("The documents in the store give no questions.", fix="Name a DATA.jsonl with questions: README shows a line.")
+        raise InputError("The documents in the store give no questions.", fix="Name a DATA.jsonl: README shows a line.")
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return DataSet("made from the store's documents", digest, made, passages)

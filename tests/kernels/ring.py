@@ -314,12 +314,16 @@ class Machine:
         threads = [threading.Thread(target=self._live, args=(actor,), daemon=True) for actor in self.actors]
         for thread in threads:
             thread.start()
+        paces = self._draw_paces()
         while self._failure is None and not all(actor.done for actor in self.actors):
             able = [actor for actor in self.actors if not actor.done and actor.may_go()]
             if not able and not self._flying:
                 self._failure = Deadlock("somebody waits for ever")
                 break
-            chosen = self._random.randrange(len(able) + len(self._flying))
+            if self._random.random() < 0.01:
+                paces = self._draw_paces()
+            weights = [*(paces[self.actors.index(actor)] for actor in able), *[paces[-1]] * len(self._flying)]
+            (chosen,) = self._random.choices(range(len(weights)), weights)
             if chosen < len(able):
                 self._actor = able[chosen]
                 self._actor.turn.release()
@@ -333,6 +337,10 @@ class Machine:
         self._actor = None
         if self._failure is not None:
             raise self._failure
+
+    def _draw_paces(self) -> list[float]:
+        """Of each actor, and of boxes on their way: some are far slower than others, or late steps were never tried."""
+        return [10 ** self._random.uniform(-4, 0) for _ in range(len(self.actors) + 1)]
 
     def _live(self, actor: Actor) -> None:
         actor.turn.acquire()
